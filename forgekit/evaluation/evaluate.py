@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from forgekit.data.token_files import HELD_OUT
 from forgekit.hashing import tokenizer_of
+from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
 from forgekit.steps.audit.positions import check_positions
 from forgekit.steps.make_step import Vote
@@ -190,7 +191,7 @@ def _until_stopped(
 ) -> Iterator[TensorDictBase]:
     for batch in batches:
         votes = torch.full_like(state.loss_scale, stop.vote())
-        if state.mesh is not None and state.mesh.size() > 1:
+        if world_of(state.mesh) > 1:
             dist.all_reduce(votes)
         stop.hear(votes)
         if stop.requested:

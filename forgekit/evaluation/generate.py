@@ -130,7 +130,11 @@ def generate(
     ):
         _continue(_Reader.of(model, layout, text, caches), draw, endings, ranks)
     with ranks.raising_together():
-        text.check()
+        if bad := text.is_bad.nonzero().flatten().tolist():
+            raise ValueError(
+                f"the model's logits are NaN or infinite in {len(bad)} of {len(text.ids)} rows, "
+                f"the first of them {bad[0]}. Look at its weights: a step may have spoilt them."
+            )
     ids, likely = text.result(is_list=not isinstance(prompts, Tensor))
     return Generated(ids, likely) if log_probs else ids
 
@@ -192,10 +196,7 @@ class _Text:
         lengths = torch.tensor(sizes, dtype=torch.int64, device=device)
         padded = [F.pad(row, (0, longest - len(row) + room)) for row in rows]
         ids = torch.stack(padded) if padded else lengths.new_zeros(0, room)
-        likely, is_bad = (
-            torch.zeros(uniforms.shape, device=device),
-            torch.zeros_like(lengths).bool(),
-        )
+        likely, is_bad = torch.zeros(uniforms.shape, device=device), torch.zeros_like(lengths) > 0
         ends, uniforms = torch.full_like(lengths, room), uniforms.to(device)
         return cls(ids, lengths, longest, likely, ends, uniforms, is_bad)
 
@@ -208,14 +209,6 @@ class _Text:
         """Add one token, ``[b]``, to each row."""
         self.ids.scatter_(1, self.lengths[:, None] + self.made, chosen[:, None])
         self.made += 1
-
-    def check(self) -> None:
-        """Raise if a row's logits were not finite: its tokens mean nothing."""
-        if bad := self.is_bad.nonzero().flatten().tolist():
-            raise ValueError(
-                f"the model's logits are NaN or infinite in {len(bad)} of {len(self.ids)} rows, "
-                f"the first of them {bad[0]}. Look at its weights: a step may have spoilt them."
-            )
 
     def result(self, *, is_list: bool) -> tuple[Any, Any]:
         """The tokens and their log-probabilities, as the prompts came."""
@@ -238,11 +231,10 @@ class _Draw:
     log_probs: bool
 
     def __attrs_post_init__(self) -> None:
-        if not self.temperature >= 0 or (self.top_k is not None and self.top_k < 1):
-            raise ValueError(
-                f"temperature {self.temperature} must not be negative and top_k {self.top_k} at "
-                "least 1."
-            )
+        if not self.temperature >= 0:
+            raise ValueError(f"temperature {self.temperature} must not be negative.")
+        if self.top_k is not None:
+            check_integers(top_k=(self.top_k, 1))
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p {self.top_p} must be above 0 and at most 1.")
         if self.log_probs and not (self.top_k is None and self.top_p is None):
@@ -412,16 +404,15 @@ def _continue(read: _Reader, draw: _Draw, endings: list[Tensor], ranks: _Ranks) 
         logits, number = read(), text.made
         text.is_bad |= ~logits.amax(-1).isfinite()
         chosen, likely = draw(logits, text.uniforms[:, number])
-        if can_end:
-            fill = text.last()[:, 0] if draw.eos_id is None else draw.eos_id
-            chosen = torch.where(ended, fill, chosen)
+        fill = text.last()[:, 0] if draw.eos_id is None else draw.eos_id
+        chosen = torch.where(ended, fill, chosen)
         text.append(chosen)
         if likely is not None:
-            text.log_probs[:, number] = likely.masked_fill(ended, 0.0) if can_end else likely
-        if can_end:
-            is_end = _is_end(text, chosen, draw.eos_id, endings)
-            text.ends = torch.where(is_end & ~ended, number + 1, text.ends)
-            ended = ended | is_end
+            text.log_probs[:, number] = likely.masked_fill(ended, 0.0)
+        is_end = _is_end(text, chosen, draw.eos_id, endings)
+        text.ends = torch.where(is_end & ~ended, number + 1, text.ends)
+        ended = ended | is_end
+        # Looking at `ended` makes the host wait, so only where a row can end before the others.
         goes_on = text.made < room and not (can_end and bool(ended.all()))
 
 

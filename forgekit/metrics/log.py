@@ -33,6 +33,7 @@ from forgekit.metrics.flops import Utilization
 from forgekit.metrics.progress import Bar, Lines, short_number
 from forgekit.metrics.records import RowFile, Step, append_bad_steps
 from forgekit.metrics.trackers import GuardedTracker, Tracker
+from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
 from forgekit.tensors import local
 from forgekit.terminal import Steady, printable
@@ -50,6 +51,11 @@ class Waits(Protocol):
     def wait_seconds(self) -> float:
         """Total so far."""
         ...
+
+
+def waited(loader: Waits | None) -> float:
+    """Seconds that a loader, if there is one, has made its user wait."""
+    return 0.0 if loader is None else loader.wait_seconds
 
 
 class MetricsLog:
@@ -232,10 +238,8 @@ class MetricsLog:
         if show:
             self.message(f"step {state.step}  {text}")
         window, now = self._window, time.perf_counter()
-        if not window.steps:  # nothing but this evaluation has run since the last row
-            window.began, window.excluded = now, 0.0
-            window.waited = self._wait_seconds()
-        elif any(name.startswith("eval/") for name in numbers):
+        # Before the first step of a row nothing but this event can have taken the time.
+        if not window.steps or any(name.startswith("eval/") for name in numbers):
             window.excluded += now - window.called
         window.called = now
 
@@ -278,9 +282,9 @@ class MetricsLog:
         count = len(window.steps)
         times = {"step_seconds": seconds / count}
         if self._loader is not None:
-            times["data_wait_seconds"] = (self._wait_seconds() - window.waited) / count
+            times["data_wait_seconds"] = (waited(self._loader) - window.waited) / count
         spread = {}
-        if state.mesh is not None and state.mesh.size() > 1:
+        if world_of(state.mesh) > 1:
             for kind, each in zip(
                 ("min", "mean", "max"), over_ranks([*times.values()], state), strict=True
             ):
@@ -324,10 +328,7 @@ class MetricsLog:
 
     def _new_window(self) -> _Window:
         now = time.perf_counter()
-        return _Window(began=now, called=now, first=self.samples, waited=self._wait_seconds())
-
-    def _wait_seconds(self) -> float:
-        return 0.0 if self._loader is None else self._loader.wait_seconds
+        return _Window(began=now, called=now, first=self.samples, waited=waited(self._loader))
 
 
 @attrs.define(kw_only=True)
@@ -375,7 +376,7 @@ def _sums(by_name: Mapping[str, Tensor]) -> dict[str, float]:
 
 def over_ranks(numbers: Sequence[float], state: TrainState) -> list[list[float]]:
     """Least, mean and most of each number over the ranks, in one reduction; every rank calls it."""
-    ranks = 1 if state.mesh is None else state.mesh.size()
+    ranks = world_of(state.mesh)
     table = torch.zeros(ranks, len(numbers), dtype=torch.float64, device=state.targets.device)
     table[process_rank() if ranks > 1 else 0] = torch.tensor(numbers, dtype=torch.float64)
     if ranks > 1:

@@ -15,7 +15,7 @@ from torch.profiler import profile
 from forgekit.checks import check_integers
 from forgekit.files import write_atomic
 from forgekit.mesh import process_rank, rank_name
-from forgekit.metrics.log import Waits, over_ranks
+from forgekit.metrics.log import Waits, over_ranks, waited
 from forgekit.state import TrainState
 from forgekit.steps.ranges import PREFIX
 
@@ -113,11 +113,11 @@ class Profile:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # kernels that still run belong to the last step
         whole = time.perf_counter() - self._clock
-        waited = self._wait_seconds() - self._waited
+        data_wait = waited(self._loader) - self._waited
         folder = self._out / "profile" / f"steps_{self._first:08d}_{last:08d}"
         profiler = self._end(folder, rank_name(state.mesh))
         events = profiler.events() or ()
-        times = [seconds / self._steps for seconds in _times(events, whole, waited)]
+        times = [seconds / self._steps for seconds in _times(events, whole, data_wait)]
         table = _table(over_ranks(times, state), f"steps {self._first} to {last}")
         text = "\n".join([table, "", *_ranges(events, self._steps), ""])
         if process_rank() == 0:
@@ -128,7 +128,7 @@ class Profile:
         if self._records:
             torch.cuda.memory._record_memory_history(max_entries=self._history)
         self._profiler = profile(profile_memory=torch.accelerator.is_available())  # of all devices
-        self._waited = self._wait_seconds()
+        self._waited = waited(self._loader)
         self._profiler.start()
         self._clock = time.perf_counter()
 
@@ -154,9 +154,6 @@ class Profile:
         """Whether the allocator's history is kept; it is forgotten where it is switched off."""
         return bool(self._history) and torch.cuda.is_available()
 
-    def _wait_seconds(self) -> float:
-        return 0.0 if self._loader is None else self._loader.wait_seconds
-
 
 def _dump(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +169,7 @@ def _seconds(events: Iterable[Any]) -> float:
     return total * 1e-6
 
 
-def _times(events: Sequence[Any], whole: float, waited: float) -> list[float]:
+def _times(events: Sequence[Any], whole: float, data_wait: float) -> list[float]:
     """Seconds of each of ``PARTS``, on this rank."""
     on_device = [e for e in events if e.device_type != torch.autograd.DeviceType.CPU]
     work = on_device or [e for e in events if "::" in e.name and not e.name.startswith(NO_WORK)]
@@ -182,8 +179,8 @@ def _times(events: Sequence[Any], whole: float, waited: float) -> list[float]:
         sends += [e for e in events if e.name.startswith("gloo:")]
     kernels = [e for e in work if not e.name.lower().startswith(COMMUNICATION)]
     compute, both = _seconds(kernels), _seconds([*kernels, *sends])
-    exposed, host = both - compute, max(whole - both - waited, 0.0)
-    return [whole, waited, exposed, compute, host, _seconds(sends) - exposed]
+    exposed, host = both - compute, max(whole - both - data_wait, 0.0)
+    return [whole, data_wait, exposed, compute, host, _seconds(sends) - exposed]
 
 
 def _table(times: Sequence[Sequence[float]], title: str) -> str:

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.checkpoints.save import GROUP_NAME
 from forgekit.checks import check_integers
-from forgekit.metrics.log import Waits
+from forgekit.metrics.log import Waits, waited
 from forgekit.run.memory import periodic_collection, report_out_of_memory
 from forgekit.run.rendezvous import HangError, RankStore, differences
 from forgekit.run.watchdog import Watchdog
@@ -69,7 +69,6 @@ class Health:
             the median of the others.
         collect_every: Steps between two garbage collections, at the same step on all ranks; 0
             leaves it to Python. See ``periodic_collection``.
-        memory_history: See ``report_out_of_memory``.
         loader: Its ``wait_seconds`` say how long this rank waited for data.
 
     Raises:
@@ -94,21 +93,13 @@ class Health:
         first_timeout_s: float = 1800.0,
         slow_factor: float = 2.0,
         collect_every: int = 50,
-        memory_history: int = 0,
         loader: Waits | None = None,
     ) -> None:
-        check_integers(every=(every, 0), collect_every=(collect_every, 0))
-        if not 0 < timeout_s <= first_timeout_s:
-            raise ValueError(
-                f"timeout_s {timeout_s:g} must be above 0 and at most first_timeout_s "
-                f"{first_timeout_s:g}: the first step takes longest."
-            )
-        if slow_factor <= 1:
-            raise ValueError(f"slow_factor {slow_factor:g} must be above 1.")
+        check_integers(every=(every, 0))
         self._out, self._mesh = Path(out), mesh
         self._every, self._slow_factor, self._loader = every, slow_factor, loader
         self._timeouts = (first_timeout_s, timeout_s)
-        self._collect_every, self._history = collect_every, memory_history
+        self._collect_every = collect_every
         self._stack = ExitStack()
         self._ranks: RankStore | None = None
         self._watchdog: Watchdog | None = None
@@ -120,8 +111,7 @@ class Health:
         self._ranks = RankStore.of(members)
         rank = 0 if self._ranks is None else self._ranks.rank
         with ExitStack() as stack:  # closed again if something in here fails
-            report = report_out_of_memory(self._out, rank=rank, history=self._history)
-            stack.enter_context(report)
+            stack.enter_context(report_out_of_memory(self._out, rank=rank))
             self._collect = stack.enter_context(periodic_collection(self._collect_every))
             if self._ranks is not None:
                 stack.callback(self._restore)
@@ -202,16 +192,16 @@ class Health:
     def _note(self, step: int) -> dict[str, Any]:
         """Describe this rank's steps since the last meeting to the others."""
         seconds, steps = time.perf_counter() - self._clock, max(self._steps, 1)
-        waited = 0.0 if self._loader is None else self._loader.wait_seconds - self._waited
+        data_wait = waited(self._loader) - self._waited
         # A rank that waits for others uses no processor. One that reads its own data without
         # workers does while it waits for them, so the sum may count that time twice.
-        own = min(time.thread_time() - self._worked + waited, seconds)
+        own = min(time.thread_time() - self._worked + data_wait, seconds)
         return {
             "step": step,
             "interval": seconds,
             "seconds": seconds / steps,
             "own": own / steps,
-            "data": waited / steps,
+            "data": data_wait / steps,
             "host": socket.gethostname(),
         }
 
@@ -226,7 +216,7 @@ class Health:
 
     def _restart(self) -> None:
         self._steps = 0
-        self._waited = 0.0 if self._loader is None else self._loader.wait_seconds
+        self._waited = waited(self._loader)
         self._clock, self._worked = time.perf_counter(), time.thread_time()
 
 

@@ -90,7 +90,7 @@ def read_model(
         raise CheckpointError(f"{folder} has no checkpoint.")
     at, manifest = chosen
     model = _build(run, config, is_own="model.embedding.weight" in manifest["tensors"])
-    _add_adapters(run, model, config, manifest)
+    _add_adapters(model, manifest)
     if isinstance(model, Transformer):
         model.to_empty(device="cpu")
         for router in (module for module in model.modules() if isinstance(module, Router)):
@@ -140,21 +140,11 @@ def _read_spec(run: Location, tree: Mapping[str, Any]) -> TransformerSpec:
         ) from None
 
 
-def _add_adapters(
-    run: Location, model: nn.Module, config: Mapping[str, Any], manifest: Mapping[str, Any]
-) -> None:
-    """Add the adapters of the checkpoint, by their facts there."""
-    facts, lora = manifest["adapters"], config.get("lora")
-    for key, given in lora.items() if facts and isinstance(lora, dict) else ():
-        trained = sorted({each[key] for each in facts.values() if key in each})
-        if trained and given not in trained:
-            raise CheckpointError(
-                f"{run / 'config.json'} has lora.{key} = {given}, and its checkpoint has adapters "
-                f"of {key} {', '.join(map(str, trained))}: the file was changed. Put it back."
-            )
+def _add_adapters(model: nn.Module, manifest: Mapping[str, Any]) -> None:
+    """Add the adapters of the checkpoint, by their facts there: whatever the configuration says."""
     tensors = manifest["tensors"]
     chosen: dict[str | None, list[Adapter]] = {}
-    for name, each in facts.items():
+    for name, each in manifest["adapters"].items():
         matrix = name.removesuffix("lora_A")[:-1]  # of a linear layer a dot, of a stack "_"
         weight = tensors.get(f"model.{matrix}.weight", {})
         adapter = Adapter(

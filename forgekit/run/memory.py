@@ -60,8 +60,8 @@ def periodic_collection(every: int) -> Iterator[Callable[[int], bool]]:
     """Collect cyclic garbage every ``every`` steps and at no other time.
 
     The first collection is a full one; what it leaves (modules, the model) is frozen, so that later
-    ones look only at objects made since. Python's own collection is as before in the end, whatever
-    is raised.
+    ones look only at objects made since. In the end nothing is frozen, and Python's own collection
+    is as before, whatever is raised.
 
     Args:
         every: Steps between two collections; 0 leaves Python's own collection on.
@@ -82,9 +82,6 @@ def periodic_collection(every: int) -> Iterator[Callable[[int], bool]]:
     if every == 0:
         yield lambda _step: False
         return
-    # unfreeze brings back all that was frozen, so objects that somebody else froze stay so only if
-    # this one freezes nothing. Asked once: get_freeze_count counts objects one by one.
-    may_freeze = gc.get_freeze_count() == 0
     is_frozen = False
 
     def collect(step: int) -> bool:
@@ -92,7 +89,7 @@ def periodic_collection(every: int) -> Iterator[Callable[[int], bool]]:
         if step % every:
             return False
         gc.collect()
-        if may_freeze and not is_frozen:
+        if not is_frozen:
             gc.freeze()
             is_frozen = True
         return True
@@ -109,36 +106,25 @@ def periodic_collection(every: int) -> Iterator[Callable[[int], bool]]:
 
 
 @contextmanager
-def report_out_of_memory(
-    out: str | os.PathLike[str], *, rank: int = 0, history: int = 0
-) -> Iterator[None]:
+def report_out_of_memory(out: str | os.PathLike[str], *, rank: int = 0) -> Iterator[None]:
     """Write down what fills the memory when it runs out; the error goes on unchanged.
 
     ``out/memory/rank_0.txt`` lists the largest tensors that Python holds, by kind, and the resident
     memory; tensors that only a graph of autograd holds are not listed. On CUDA there is also a
     snapshot of the allocator, ``rank_0.pickle`` (for https://pytorch.org/memory_viz), taken while
-    the error still holds the local variables of each frame that it came through.
+    the error still holds the local variables of each frame that it came through; it shows how the
+    blocks came to be where ``fk.run.Profile`` kept the history.
 
     Args:
         out: The run directory.
         rank: Names the files.
-        history: Events of the CUDA allocator to remember with their stacks, for the snapshot. It
-            costs time in each allocation; 0 keeps the blocks and not how they came to be.
     """
-    path = Path(out) / "memory" / f"rank_{rank}.txt"
-    allocator = _allocator()
-    records = bool(history) and hasattr(allocator, "_record_memory_history")
-    if records:
-        allocator._record_memory_history(max_entries=history)
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if _is_out_of_memory(error):
-            _write_report(path, error)
+            _write_report(Path(out) / "memory" / f"rank_{rank}.txt", error)
         raise
-    finally:
-        if records:
-            allocator._record_memory_history(enabled=None)
 
 
 def live_tensors() -> list[LiveTensors]:
@@ -170,13 +156,6 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _allocator() -> Any:
-    """What torch offers to look into the accelerator's allocator; None without an accelerator."""
-    if not torch.accelerator.is_available():
-        return None
-    return getattr(torch.get_device_module(), "memory", None)
-
-
 def _tensors() -> Iterator[Tensor]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some modules warn when they are looked at
@@ -201,8 +180,8 @@ def _write_report(path: Path, error: BaseException) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(_report(error))
-        if hasattr(allocator := _allocator(), "_dump_snapshot"):
-            allocator._dump_snapshot(str(path.with_suffix(".pickle")))
+        if torch.cuda.is_available():
+            torch.cuda.memory._dump_snapshot(str(path.with_suffix(".pickle")))
         _log.error("out of memory; what filled it is in %s", path)
     except (OSError, RuntimeError, MemoryError) as failure:
         _log.error("out of memory, and no report of it: %s", failure)
@@ -219,6 +198,6 @@ def _report(error: BaseException) -> str:
         f"{sum(kind.count for kind in kinds)} of {len(kinds)} kinds",
         *map(str, kinds[:LINES]),
     ]
-    if hasattr(allocator := _allocator(), "memory_summary"):
-        lines += ["", allocator.memory_summary()]
+    if torch.cuda.is_available():
+        lines += ["", torch.cuda.memory_summary()]
     return "\n".join([*lines, ""])

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -32,6 +32,7 @@ from forgekit.mesh import process_rank, shutdown
 from forgekit.metrics.flops import Flops, Utilization
 from forgekit.metrics.log import MetricsLog
 from forgekit.metrics.trackers import Tracker, make_trackers
+from forgekit.parallel.layout import world_of
 from forgekit.ranks import CheckpointError
 from forgekit.remote.urls import Location, Url, entries_below, fs_of, location_of
 from forgekit.run.bad_steps import roll_back
@@ -122,7 +123,6 @@ class Run:
         total: int | None = None,
         loader: Any = None,
         keep: int | Keep | None = 3,
-        fingerprint: Any = None,
         peak_flops: float | None = None,
     ) -> MetricsLog:
         """End set-up and open the run's log, which continues that of a resumed run.
@@ -136,8 +136,7 @@ class Run:
             every: Steps per row of metrics.
             total: The last step, which always gets a row.
             loader: Given beside a state; it measures waits for data, and ``roll_back`` moves it.
-            keep: As for ``checkpoint_save``.
-            fingerprint: As for ``checkpoint_save``; None is that of the loader's dataset.
+            keep: As for ``checkpoint_save``; the fingerprint is that of the loader's dataset.
             peak_flops: Floating-point operations per second that one device can do, for
                 ``perf/mfu``; None is that of ``forgekit.metrics.device_specs``, or no such metric.
 
@@ -184,8 +183,8 @@ class Run:
             self._say(f"configuration changed: {changed}")
         if state.step >= self._total:
             self._say(f"all {total} steps are done already; set more steps to go on")
-        if fingerprint is None:  # of a mixture only that of the samples consumed, if it has one
-            fingerprint = getattr(dataset, "fingerprint_at", getattr(dataset, "fingerprint", None))
+        # Of a mixture only that of the samples consumed, if it has one.
+        fingerprint = getattr(dataset, "fingerprint_at", getattr(dataset, "fingerprint", None))
         before_commit = None if self._mirror is None else self._mirror.settle
         self._options = {"keep": keep, "fingerprint": fingerprint, "before_commit": before_commit}
         self._saves = state.saves
@@ -220,20 +219,13 @@ class Run:
             checkpoint_save(state, self.checkpoints, blocking=blocking, **self._options)
         self._saved = state.step
 
-    def roll_back(
-        self,
-        state: StateT,
-        save: Callable[[StateT, Location], Any] | None = None,
-        *,
-        times: int = 3,
-    ) -> StateT:
+    def roll_back(self, state: StateT, *, times: int = 3) -> StateT:
         """Go back to the last checkpoint before the bad steps; data and log follow.
 
         What is left out is saved at once, so that a resumed run leaves it out as well.
 
         Args:
             state: A state whose last steps were bad; consumed.
-            save: ``checkpoint_save``, or it with some arguments given; None saves as ``self.save``.
             times: How often this run may be rolled back, from its start on.
 
         Returns:
@@ -257,23 +249,18 @@ class Run:
         self._say(f"rolled back to step {state.step}")
         self._remember("rolled_back", state, skips=state.skips)
         self._saved = None  # a checkpoint of this step does not know what is left out
-        if save is None:
-            self.save(state)
-        else:
-            save(state, self.checkpoints)
+        self.save(state)
         wait_for_saves(state)
         return state
 
-    def end(self, state: TrainState, stopped: str | None = None) -> bool:
+    def end(self, state: TrainState) -> bool:
         """Save the last state, wait for it and say how the run ended.
 
         A run is finished if nobody asked it to stop. So one that is stopped after its last step,
         while it is evaluated, is not: the same command does what is left.
 
         Args:
-            state: The last state.
-            stopped: Why it was stopped before its end, for a run whose ``start`` got no ``stop``
-                and that saves for itself; None if it is finished.
+            state: The last state; saved unless ``start`` got a state alone.
 
         Returns:
             Whether the run is finished.
@@ -281,6 +268,7 @@ class Run:
         Raises:
             CheckpointError: If the last save failed.
         """
+        stopped = None
         if self._stop is not None:
             self.save(state)
             stopped = self._stop.reason if self._stop.requested else None
@@ -348,7 +336,7 @@ class Run:
 
     def _greeting(self, state: TrainState, parameters: float) -> str:
         seconds = time.monotonic() - self._opened
-        ranks = 1 if state.mesh is None else state.mesh.size()
+        ranks = world_of(state.mesh)
         return (
             f"step {state.step}, sample {state.samples}; {parameters:.2f} M parameters "
             f"on {ranks} rank{'s' if ranks > 1 else ''}, set up in {seconds:.1f} s"
@@ -501,7 +489,7 @@ def every(steps: int, state: TrainState, *, last: int | None = None) -> bool:
 def _started_with(state: TrainState) -> dict[str, Any]:
     """What a start ran on, which may differ from one start of a run to the next."""
     return {
-        "ranks": 1 if state.mesh is None else state.mesh.size(),
+        "ranks": world_of(state.mesh),
         "device": state.targets.device.type,
         "forgekit": version_of("forgekit"),
         "torch": torch.__version__,

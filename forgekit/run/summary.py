@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from forgekit.mesh import expert_ranks
-from forgekit.metrics.flops import Flops
+from forgekit.metrics.flops import Flops, row_length
 from forgekit.optim.groups import parameters_by_optimizer
 from forgekit.parallel.fsdp import compute_dtype
 from forgekit.state import TrainState
@@ -75,7 +75,7 @@ def _memory(state: TrainState) -> str:
 
 
 def _step(dataset: Any, config: Mapping[str, Any]) -> str:
-    length = getattr(getattr(dataset, "rows", dataset), "seq_len", 0)
+    length = row_length(dataset)
     rows = config.get("global_batch_size")
     if not length or not isinstance(rows, int):
         return ""

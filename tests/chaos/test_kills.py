@@ -128,7 +128,7 @@ def test_killed_while_the_metrics_are_cut_back(scene, survived):
     """In a resumed run, which drops the rows after its checkpoint before it does anything."""
     life = scene.live(faults={1: {"die_alone_after": 12}})
     life.end()
-    cut = {"die_before": ("os.rename", "/metrics.jsonl ->", 1)}
+    cut = {"die_before": ("open", "/metrics.jsonl -> r+", 1)}
     outcome = scene.survive(scene.live(faults={0: cut}), lost=MOST_LOST)
     assert outcome.ended == "killed"
     survived("while `metrics.jsonl` is cut back", outcome)

@@ -42,6 +42,8 @@ def test_loads_are_the_shares_of_the_last_good_step_over_their_mean():
         counts = [int((choice == expert).sum()) for expert in range(4)]
         assert found[name] == pytest.approx([count / 6 for count in counts], abs=1e-3)
     assert len({tuple(loads) for loads in found.values()}) == 2
+    dense = fk.Transformer(attrs.evolve(SPEC, moe=None))
+    assert expert_loads(fk.TrainState.create(dense, fk.adamw(dense))) == {}
 
 
 def train(mesh=None):
@@ -63,11 +65,6 @@ def test_each_pipeline_stage_finds_the_loads_of_all_layers():
     found = run_ranks(_loads_of_a_stage, 2)
     assert found == [(expert_loads(state), float(metrics["moe/load_max"]))] * 2
     assert len(found[0][0]) == 2
-
-
-def test_a_dense_model_has_no_loads():
-    model = fk.Transformer(attrs.evolve(SPEC, moe=None))
-    assert expert_loads(fk.TrainState.create(model, fk.adamw(model))) == {}
 
 
 def test_loads_are_resumed_with_the_other_metrics(tmp_path):

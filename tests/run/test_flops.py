@@ -1,4 +1,4 @@
-"""Operations of training against torch's own count, and sizes against published ones."""
+"""Operations of training against torch's own count."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 
 import attrs
 import numpy as np
-import packed
 import pytest
 import torch
 from ranks import run_ranks
@@ -53,10 +52,8 @@ def counted(model, monkeypatch, call=None):
 
 THEIRS = {
     "Llama tied": {},
-    "Mixtral": {},
     "Qwen3Moe dense first": {},
     "Mistral": None,  # windows
-    "DeepseekV3": None,  # latent attention
     "Mamba": None,  # convolutions
 }
 
@@ -68,7 +65,7 @@ def test_operations_of_a_model_of_transformers_are_right_or_not_known(kind, monk
 
     name = kind.split()[0]
     settings = SIZES | MODELS.get(kind, {}) | {"vocab_size": 48, "attn_implementation": "eager"}
-    settings |= {"experts_implementation": "eager"} if "Moe" in kind or kind == "Mixtral" else {}
+    settings |= {"experts_implementation": "eager"} if "Moe" in kind else {}
     config = getattr(transformers, f"{name}Config")(**settings)
     with torch.device("cpu" if THEIRS[kind] is not None else "meta"):
         model = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -85,56 +82,30 @@ def test_operations_of_a_model_of_transformers_are_right_or_not_known(kind, monk
     assert flops.per_pair * ROWS * LENGTH**2 == attention > 0
 
 
-def test_a_model_of_which_nothing_is_known_has_no_operations():
-    flops = Flops.of(torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Conv1d(2, 3, 4)))
-    assert flops.parameters == flops.active_parameters == 30 + 27
-    assert math.isnan(flops.per_token)
-    assert math.isnan(flops.per_pair)
-
-
-def test_a_base_in_four_bits_counts_as_before_it_was_packed():
-    plain, packed_base = (Flops.of(packed.build(base=base)) for base in (None, "nf4"))
-    assert packed_base == plain
-
-
 @pytest.mark.parametrize("case", SPECS)
 def test_operations_are_those_that_torch_counts(case, monkeypatch):
     spec = attrs.evolve(DENSE, **SPECS[case])
     matrices, attention = counted(fk.Transformer(spec), monkeypatch)
     flops = Flops.of(fk.Transformer(spec))
-    assert attention > 0
-    assert matrices > 0
-    assert flops.per_token * ROWS * LENGTH == matrices
+    assert flops.per_token * ROWS * LENGTH == matrices > 0
+    # top_k of the routed experts for each token, and all of the shared one
+    idle = (MOE.experts - MOE.top_k) * 3 * 16 * MOE.ffn_dim if case == "moe" else 0
+    assert flops.active_parameters == flops.parameters - idle
     # torch's plain formula computes each pair of a row, also those that the mask takes out
-    assert flops.per_pair * ROWS * LENGTH**2 == attention
+    assert flops.per_pair * ROWS * LENGTH**2 == attention > 0
+    if case == "moe":  # torch counts experts at all: by hand beside a dense layer alone
+        dense, _ = counted(fk.Transformer(attrs.evolve(DENSE, layers=1)), monkeypatch)
+        experts = (MOE.top_k + MOE.shared) * 3 * 16 * 8
+        assert matrices - dense == 6 * ROWS * LENGTH * (4 * 16 * 16 + experts + 16 * 8)
 
 
-def test_experts_are_counted_by_torch_at_all(monkeypatch):
-    """Else the comparison above would be one of the other matrices alone."""
-    spec = attrs.evolve(DENSE, moe=MOE)
-    dense = attrs.evolve(DENSE, layers=1)
-    with_experts, _ = counted(fk.Transformer(spec), monkeypatch)
-    without, _ = counted(fk.Transformer(dense), monkeypatch)
-    attention = 4 * 16 * 16
-    experts = (MOE.top_k + MOE.shared) * 3 * 16 * 8
-    assert with_experts - without == 6 * ROWS * LENGTH * (attention + experts + 16 * 8)
-
-
-@pytest.mark.parametrize(
-    ("targets", "moe_spec"),
-    [
-        (("*.attention.query", "*.attention.value"), None),
-        (("*.gate", "*.up", "*.down", "*.attention.*"), None),
-        (("*.experts.*", "*.attention.query"), attrs.evolve(MOE, first=0)),
-    ],
-)
-def test_a_frozen_base_takes_four_and_its_adapters_six(targets, moe_spec, monkeypatch):
+def test_a_frozen_base_takes_four_and_its_adapters_six(monkeypatch):
     """Of the first layers nothing before the first adapter needs gradients: compare two more."""
 
     def build(layers):
         torch.manual_seed(0)
-        model = fk.Transformer(attrs.evolve(DENSE, layers=layers, moe=moe_spec))
-        return fk.add_lora(model, rank=4, targets=targets)
+        spec = attrs.evolve(DENSE, layers=layers, moe=attrs.evolve(MOE, first=1))
+        return fk.add_lora(fk.Transformer(spec), rank=4, targets=("*.experts.*", "*.attention.*"))
 
     few, many = (counted(build(layers), monkeypatch) for layers in (2, 4))
     one, other = (Flops.of(build(layers)) for layers in (2, 4))
@@ -146,7 +117,6 @@ def test_a_frozen_base_takes_four_and_its_adapters_six(targets, moe_spec, monkey
 @pytest.mark.parametrize(
     ("targets", "tied", "error"),
     [
-        ("layers.3.*.down", False, 0),
         ("layers.3.*.down", True, 0),
         ("layers.2.attention.output", False, 0),
         (("layers.3.*.query", "layers.3.*.value"), False, 0.1),  # two of three beside each other
@@ -162,42 +132,6 @@ def test_what_comes_before_the_first_adapter_has_no_backward(targets, tied, erro
     assert flops.per_token * ROWS * LENGTH == pytest.approx(matrices, rel=error)
     assert flops.per_pair * ROWS * LENGTH**2 == pytest.approx(attention, rel=error)
     assert flops.per_token < 0.6 * whole.per_token
-
-
-def test_recomputation_is_no_work(monkeypatch):
-    plain = Flops.of(fk.Transformer(DENSE))
-    again = fk.parallelize(
-        fk.Transformer(DENSE), fk.build_mesh(fk.MeshSpec(), device="cpu"),
-        activation_checkpoint="full",
-    )  # fmt: skip
-    assert Flops.of(again) == plain
-    matrices, _ = counted(again, monkeypatch)
-    assert matrices > plain.per_token * ROWS * LENGTH
-
-
-QWEN3_30B_A3B = fk.TransformerSpec(
-    vocab_size=151_936, dim=2048, layers=48, heads=32, kv_heads=4, head_dim=128, ffn_dim=6144,
-    max_seq_len=4096, qk_norm=True,
-    moe=fk.MoESpec(experts=128, top_k=8, ffn_dim=768, shared=0),
-)  # fmt: skip
-MIXTRAL = fk.TransformerSpec(
-    vocab_size=32_000, dim=4096, layers=32, heads=32, kv_heads=8, ffn_dim=14_336, max_seq_len=4096,
-    moe=fk.MoESpec(experts=8, top_k=2, ffn_dim=14_336, shared=0),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("spec", "total", "active"),
-    [(QWEN3_30B_A3B, 30.5e9, 3.3e9), (MIXTRAL, 46.7e9, 12.9e9)],
-)
-def test_sizes_are_the_published_ones(spec, total, active):
-    with torch.device("meta"):
-        flops = Flops.of(fk.Transformer(spec))
-    assert flops.parameters == pytest.approx(total, rel=0.005)
-    assert flops.active_parameters == pytest.approx(active, rel=0.02)
-    # and the operations are six for each that is multiplied: all but the embedding
-    multiplied = flops.active_parameters - spec.vocab_size * spec.dim
-    assert flops.per_token == pytest.approx(6 * multiplied, rel=1e-3)
 
 
 def by_hand(batch):
@@ -301,10 +235,8 @@ def test_every_rank_of_a_layout_counts_the_whole_model():
     ("precision", "dtype", "matmul", "peak"),
     [
         ("bf16", torch.float32, "highest", "bf16"),
-        ("fp16", torch.float32, "highest", "fp16"),
         ("fp32", torch.float32, "highest", "fp32"),
         ("fp32", torch.float32, "high", "tf32"),
-        ("fp32", torch.bfloat16, "highest", "bf16"),
         ("fp32", torch.float64, "highest", None),
     ],
 )
@@ -323,20 +255,7 @@ def test_the_peak_is_that_of_the_dtype_of_products(precision, dtype, matmul, pea
     assert (found and found.peak) == (peak and MACHINES["h100"].peaks[peak])
 
 
-@pytest.mark.parametrize(
-    ("name", "found"),
-    [
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", None),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA GB200", None),
-        ("NVIDIA GeForce RTX 4090", None),
-    ],
-)
-def test_a_device_is_found_by_the_name_that_its_driver_gives(name, found):
-    machine = machine_named(name)
-    assert machine is (None if found is None else MACHINES[found])
-    if machine is not None:
-        assert machine.peaks["bf16"] > machine.peaks["tf32"] > machine.peaks["fp32"] > 1e13
+def test_a_device_is_found_by_the_name_that_its_driver_gives():
+    names = {"A100-SXM4-80GB": "a100", "H100 PCIe": None, "B200": "b200", "GB200": None}
+    for name, key in names.items():
+        assert machine_named(f"NVIDIA {name}") is (key and MACHINES[key])

@@ -20,7 +20,6 @@ SMALL = attrs.evolve(SPEC, vocab_size=38)  # two ranks can share it
 LAYOUTS = {
     "one process": (1, 1, {}),
     "fsdp 2": (2, 2, {}),
-    "hsdp 2x2": (4, 4, {"dp_replicate": 2, "dp_shard": 2}),
     "pp 2": (2, 1, {"pp": 2}),
     "tp 2": (2, 1, {"tp": 2}),
 }
@@ -68,32 +67,34 @@ def _norms_and_noise(rank, world, layout):
     return {name: norm.item() for name, norm in norms.items()}, noise
 
 
+def solved(counts, parts, whole):
+    """The two equations of noise: squared norms of the parts' mean gradients and of all of them."""
+    matrix = [[1, np.mean(1 / counts)], [1, 1 / counts.sum()]]
+    true, trace = np.linalg.solve(matrix, [np.mean(parts), whole])
+    return {"noise/gradient_sq": true, "noise/trace": trace, "noise/scale": trace / true}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_norms_and_noise_are_those_of_one_process_in_every_layout(layout):
-    """Of noise two equations are solved: micro-batches have other numbers of targets."""
+    """Micro-batches have other numbers of targets."""
     batches = micro_batches(LAYOUTS[layout][1])
-    gradients, _ = reference_gradients(fk.Transformer(SMALL), batches)
-    squares = {}
-    for name, gradient in gradients.items():
+
+    def squares(batches):
+        gradients, _ = reference_gradients(fk.Transformer(SMALL), batches)
+        return {name: gradient.square().sum().item() for name, gradient in gradients.items()}
+
+    expected = dict.fromkeys(["embedding", "layers.0", "layers.1", "norm", "output"], 0.0)
+    for name, square in squares(batches).items():
         parts = name.split(".")
-        layer = ".".join(parts[:2]) if parts[0] == "layers" else parts[0]
-        squares[layer] = squares.get(layer, 0.0) + gradient.square().sum().item()
-    expected = {f"grad_norm/{layer}": square**0.5 for layer, square in squares.items()}
-    assert {"grad_norm/layers.0", "grad_norm/layers.1"} < set(expected)
+        expected[".".join(parts[: 1 + (parts[0] == "layers")])] += square
     targets = np.array([sum(int((b["labels"] != -100).sum()) for b in row) for row in batches])
     assert len(set(targets)) == 3
-    small = np.mean([_square(fk.Transformer(SMALL), [row]) for row in batches])
-    matrix = [[1, np.mean(1 / targets)], [1, 1 / targets.sum()]]
-    true, trace = np.linalg.solve(matrix, [small, sum(squares.values())])
-    wanted = {"noise/gradient_sq": true, "noise/trace": trace, "noise/scale": trace / true}
+    each = [sum(squares([row]).values()) for row in batches]
+    wanted = solved(targets, each, sum(expected.values()))
+    expected = {f"grad_norm/{layer}": square**0.5 for layer, square in expected.items()}
     for norms, noise in run_again(_norms_and_noise, LAYOUTS[layout][0], layout):
         assert norms == pytest.approx(expected, rel=1e-10)
         assert noise == (None if "pp" in layout else pytest.approx(wanted, rel=1e-8))
-
-
-def _square(model, batches):
-    gradients, _ = reference_gradients(model, batches)
-    return sum(gradient.square().sum().item() for gradient in gradients.values())
 
 
 class Odd(nn.Module):
@@ -110,54 +111,45 @@ class Odd(nn.Module):
         return self.out(self.left_out(self.frozen(self.mix(x))))
 
 
-def _odd():
-    """The model, its state, three micro-batches, and a loss of them."""
-    torch.manual_seed(0)
+def test_a_shared_weight_counts_once_and_noise_is_that_of_what_is_trained():
     model = Odd().double()
     trained = [p for name, p in model.named_parameters() if "left_out" not in name]
+    state = fk.TrainState.create(model, torch.optim.AdamW(trained))
     rows = [TensorDict({"x": torch.randn(n, 3).double()}, [n]) for n in (2, 5, 3)]
 
     def loss_fn(model, batch):
         return fk.Loss(model(batch["x"]).square().sum(), len(batch))
 
-    return fk.TrainState.create(model, torch.optim.AdamW(trained)), rows, loss_fn
+    def squares(rows):
+        model.zero_grad()
+        (sum(loss_fn(model, row).sum for row in rows) / sum(map(len, rows))).backward()
+        found = dict.fromkeys(("mix", "out", "frozen", "unused", "left_out"), 0.0)
+        for name, p in model.named_parameters():
+            found[name.rpartition(".")[0]] += (
+                0.0 if p.grad is None else p.grad.square().sum().item()
+            )
+        return found
 
-
-def _odd_squares(rows, loss_fn):
-    """Squared norms of the parameters' gradients of the mean loss, by torch alone."""
-    model = _odd()[0].model
-    (sum(loss_fn(model, row).sum for row in rows) / sum(map(len, rows))).backward()
-    named = model.named_parameters()
-    return {name: p.grad.square().sum().item() for name, p in named if p.grad is not None}
-
-
-def test_gradient_noise_is_that_of_what_is_trained():
-    state, rows, loss_fn = _odd()
-
-    def square(rows):
-        found = _odd_squares(rows, loss_fn)
-        return sum(value for name, value in found.items() if "left_out" not in name)
-
-    counts = np.array([len(row) for row in rows])
-    matrix = [[1, np.mean(1 / counts)], [1, 1 / counts.sum()]]
-    both = [np.mean([square([row]) for row in rows]), square(rows)]
-    true, trace = np.linalg.solve(matrix, both)
-    found = gradient_noise(state, rows, loss_fn)
-    assert found["noise/gradient_sq"].item() == pytest.approx(true, rel=1e-12)
-    assert found["noise/trace"].item() == pytest.approx(trace, rel=1e-12)
-
-
-def test_norms_count_a_shared_weight_once_and_frozen_ones_as_nothing():
-    state, rows, loss_fn = _odd()
-    totals = fk.reduce_totals(fk.accumulate(state, rows, loss_fn), state)
-    expected = dict.fromkeys(("mix", "out", "frozen", "unused", "left_out"), 0.0)
-    for name, square in _odd_squares(rows, loss_fn).items():
-        expected[name.rpartition(".")[0]] += square
-    norms = {name: norm.item() for name, norm in layer_norms(state, totals).items()}
-    assert norms == pytest.approx(
-        {f"grad_norm/{layer}": square**0.5 for layer, square in expected.items()}, rel=1e-12
+    expected, counts = squares(rows), np.array([len(row) for row in rows])
+    parts = [squares([row]) for row in rows]
+    each, whole = ([sum(f.values()) - f["left_out"] for f in some] for some in (parts, [expected]))
+    noise = gradient_noise(state, rows, loss_fn)
+    assert {name: float(n) for name, n in noise.items()} == pytest.approx(
+        solved(counts, each, whole[0]), rel=1e-12
     )
-    assert min(expected[layer] for layer in ("mix", "out", "left_out")) > 0
+    totals = fk.reduce_totals(fk.accumulate(state, rows, loss_fn), state)
+    norms = {name: norm.item() for name, norm in layer_norms(state, totals).items()}
+    assert norms == pytest.approx({f"grad_norm/{n}": v**0.5 for n, v in expected.items()})
+
+
+def test_noise_needs_two_micro_batches_with_targets():
+    rows = [row[0] for row in micro_batches(1)]
+    with pytest.raises(ValueError, match=r"got 1 of at least 2 micro-batches, .* Lower batch_size"):
+        gradient_noise(build_state(), rows[:1], logits_loss)
+    for row in rows[1:]:
+        row["labels"][:] = -100
+    found = gradient_noise(build_state(), rows, logits_loss)
+    assert not found["noise/scale"].isfinite()
 
 
 def _proves(rank, world):
@@ -182,20 +174,6 @@ def test_gradient_noise_proves_nothing_again_that_a_first_step_proves():
     for by_hook, by_step, is_finite in run_ranks(_proves, 2):
         assert (by_hook, is_finite) == (3, True)
         assert by_step > 3
-
-
-def test_gradient_noise_needs_two_micro_batches():
-    (row,) = micro_batches(1)[0]
-    with pytest.raises(ValueError, match=r"got 1 of at least 2 micro-batches, .* Lower batch_size"):
-        gradient_noise(build_state(), [row], logits_loss)
-
-
-def test_noise_of_one_micro_batch_with_targets_is_not_known():
-    rows = [row[0] for row in micro_batches(1)]
-    for row in rows[1:]:
-        row["labels"][:] = -100
-    found = gradient_noise(build_state(), rows, logits_loss)
-    assert not found["noise/scale"].isfinite()
 
 
 def _waits(rank, world):
@@ -241,28 +219,6 @@ def test_a_hook_of_gradients_joins_the_metrics_of_its_steps_and_changes_nothing(
         if norms:
             whole = torch.stack(norms).square().sum().sqrt()
             torch.testing.assert_close(whole, row["grad_norm"], rtol=1e-12, atol=0)
-
-
-def test_a_hook_that_raises_has_donated_nothing():
-    def fails(state, totals):
-        raise KeyError("mine")
-
-    state, rows = build_state(), [row[0] for row in micro_batches(1)]
-    before = full_tensors(state.model)
-    with pytest.raises(KeyError, match="mine"):
-        fk.make_step(logits_loss, schedule=fk.constant(0.01), gradient_hook=fails)(state, rows)
-    after = full_tensors(state.model)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-    plain = fk.make_step(logits_loss, schedule=fk.constant(0.01))
-    expected, _ = plain(build_state(), rows)
-    again, _ = plain(state, rows)
-    found, wanted = full_tensors(again.model), full_tensors(expected.model)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def test_a_hook_is_called_every_step_at_most():
-    with pytest.raises(ValueError, match=r"^steps 0 must be at least 1\.$"):
-        every_steps(0, layer_norms)
 
 
 def test_the_code_of_the_page_runs(tmp_path):

@@ -12,7 +12,6 @@ from buckets import open_bucket
 from fsspec.implementations.memory import MemoryFileSystem
 
 from forgekit.remote.urls import Url, fs_of
-from forgekit.run import lease as lease_module
 from forgekit.run.lease import Lease, held
 from forgekit.run.status import RunLockedError, lock_run
 
@@ -38,27 +37,24 @@ def content(url):
     return {"owner": owner, "beat": int(beat)}
 
 
-def test_a_second_writer_is_refused_by_name(url, tmp_path):
+def test_a_second_writer_is_refused_by_name_and_a_clean_end_makes_nobody_wait(url, tmp_path):
     with held(url, tmp_path, period_s=PERIOD_S):
         began = time.monotonic()
         message = rf"{url} is in use by pid {os.getpid()} on host {socket.gethostname()} since 20"
         with pytest.raises(RunLockedError, match=message):
             Lease(url, PERIOD_S).take()
         assert time.monotonic() - began < PERIOD_S  # as soon as it is seen to be renewed
-
-
-def test_a_clean_end_makes_nobody_wait(url, tmp_path):
-    with held(url, tmp_path, period_s=PERIOD_S):
-        pass
     with held(url, tmp_path / "..", period_s=600.0):
         pass
 
 
-@pytest.mark.parametrize("since", ["1970-01-01", "2100-01-01"])
-def test_a_crashed_writer_loses_its_lease_whatever_its_clock_says(url, since, capsys):
+def test_a_crashed_writer_loses_its_lease_whatever_its_clock_says(url, capsys):
     dead = Lease(url, SHORT_S)
-    dead._name = f"pid {os.getpid()} on host gone since {since}"
+    dead._name = f"pid {os.getpid()} on host gone since 2100-01-01"
     dead.take()
+    time.sleep(0.4)
+    dead.check()
+    assert content(url)["beat"] == 2, "one that was late keeps its lease"
     began = time.monotonic()
     alive = Lease(url, SHORT_S)
     alive.take()
@@ -72,14 +68,6 @@ def test_a_crashed_writer_loses_its_lease_whatever_its_clock_says(url, since, ca
         dead.check_known()
     dead.release()
     alive.check(now=True)  # it was not the dead one's to delete
-
-
-def test_a_writer_that_was_only_late_keeps_its_lease(url):
-    late = Lease(url, 0.05)
-    late.take()
-    time.sleep(0.2)
-    late.check()
-    assert content(url)["beat"] == 2
 
 
 def test_of_two_that_find_no_lease_one_takes_it(url):
@@ -120,15 +108,6 @@ def test_a_renewal_whose_answer_is_lost_is_one(bucket):
     finally:
         bucket.heal()
     assert content(lease.url)["beat"] == lease._beat
-
-
-def test_the_lease_is_renewed_while_it_is_held(url, tmp_path, monkeypatch):
-    monkeypatch.setattr(lease_module, "PERIOD_S", 0.3)
-    with held(url, tmp_path):
-        began, first = time.monotonic(), content(url)["beat"]
-        while content(url)["beat"] < first + 2:
-            assert time.monotonic() - began < 30
-            time.sleep(0.05)
 
 
 @pytest.mark.parametrize("ends", [True, False])

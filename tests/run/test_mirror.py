@@ -12,13 +12,15 @@ from io import StringIO
 import pytest
 import torch
 from buckets import FAULTS, open_bucket
+from covering import some_of
+from fsspec.implementations.memory import MemoryFileSystem
 from ranks import run_ranks
 
 import forgekit as fk
 from forgekit.metrics.records import RowFile
 from forgekit.ranks import CheckpointError
 from forgekit.remote import urls
-from forgekit.remote.urls import Url, UrlError
+from forgekit.remote.urls import Url, UrlError, fs_of
 from forgekit.run import mirror as mirror_module
 from forgekit.run.mirror import LARGE_BYTES, fetch, local_copy, mirrored
 from forgekit.run.status import RunLockedError, lock_run
@@ -43,11 +45,17 @@ def opened(url, folder):
         yield mirror
 
 
-def objects(bucket, url):
-    root = url.removeprefix("s3://")
-    return {
-        name.removeprefix(f"{root}/"): bucket.fs.cat_file(name) for name in bucket.fs.find(root)
-    }
+@pytest.fixture
+def memory(tmp_path):
+    """A URL of a store that answers at once, for what does not depend on the store."""
+    yield Url("memory://bucket") / tmp_path.name
+    MemoryFileSystem.store.clear()
+
+
+def objects(url, fs=None):
+    fs = fs or fs_of(url)[0]
+    root = fs._strip_protocol(url)
+    return {name.removeprefix(f"{root}/"): fs.cat_file(name) for name in fs.find(root)}
 
 
 @contextmanager
@@ -68,7 +76,8 @@ def write(file, *steps):
         file.write({"step": step, "train/loss": step / 3, "text": "x" * 40})
 
 
-def test_a_fresh_folder_gets_what_the_run_had(url, bucket, tmp_path):
+def test_a_fresh_folder_gets_what_the_run_had(memory, tmp_path):
+    url = memory
     with opened(url, tmp_path / "a") as mirror:
         (tmp_path / "a" / "samples").mkdir()
         files = {"config.json": b"{}", "history.jsonl": b'{"event": 1}\n', "samples/a.txt": b"def"}
@@ -78,9 +87,9 @@ def test_a_fresh_folder_gets_what_the_run_had(url, bucket, tmp_path):
         with rows(tmp_path / "a") as file:
             write(file, 1, 2, 3)
         mirror.flush()
-        assert objects(bucket, url).keys() == {*files, ".lease", "metrics/000000000001-0.jsonl"}
+        assert objects(url).keys() == {*files, ".lease", "metrics/000000000001-0.jsonl"}
     content = (tmp_path / "a" / "metrics.jsonl").read_bytes()
-    assert objects(bucket, url) == {**files, "metrics/000000000001-0.jsonl": content}
+    assert objects(url) == {**files, "metrics/000000000001-0.jsonl": content}
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "bad_steps.jsonl").write_bytes(b"left by a run that died here")
     with opened(url, tmp_path / "b") as mirror:
@@ -93,8 +102,9 @@ def test_a_fresh_folder_gets_what_the_run_had(url, bucket, tmp_path):
         assert [row["step"] for row in fk.run.read_metrics(copy / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_rows_are_appended_as_parts_and_none_is_lost_or_twice(url, bucket, tmp_path, monkeypatch):
+def test_rows_are_appended_as_parts_and_none_is_lost_or_twice(memory, tmp_path, monkeypatch):
     """Also a row that grows after the part before it was full, and after going back."""
+    url = memory
     monkeypatch.setattr(mirror_module, "PART_BYTES", 300)
     for life, (start, end) in enumerate([(0, 8), (8, 12), (6, 7), (7, 16)]):
         folder = tmp_path / f"life-{life}"
@@ -115,16 +125,16 @@ def test_rows_are_appended_as_parts_and_none_is_lost_or_twice(url, bucket, tmp_p
         assert (copied / "metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
         logged = fk.run.read_metrics(copied / "metrics.jsonl")
         assert [row["step"] for row in logged] == [*range(1, end + 1)]
-    parts = [name for name in objects(bucket, url) if name.startswith("metrics/")]
+    parts = [name for name in objects(url) if name.startswith("metrics/")]
     assert len(parts) > 4
 
 
 def test_a_run_that_goes_on_fetches_one_part_and_the_rest_at_its_end(
     url, bucket, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(mirror_module, "PART_BYTES", 2000)
+    monkeypatch.setattr(mirror_module, "PART_BYTES", 800)
     with opened(url, tmp_path / "a") as mirror, rows(tmp_path / "a") as file:
-        for step in range(1, 201):
+        for step in range(1, 81):
             write(file, step)
             if step % 10 == 0:
                 mirror.flush()
@@ -132,24 +142,24 @@ def test_a_run_that_goes_on_fetches_one_part_and_the_rest_at_its_end(
     with opened(url, tmp_path / "b") as mirror:
         fetched = []
         bucket.fault = lambda method, path: method == "GET" and fetched.append(path)
-        with rows_from(mirror, tmp_path / "b", 150) as file:
+        with rows_from(mirror, tmp_path / "b", 60) as file:
             (part,) = {path.partition("?")[0] for path in fetched if "metrics/" in path}
-            write(file, 151)
+            write(file, 61)
         local = (tmp_path / "b" / "metrics.jsonl").read_bytes()
         first, begins = (int(n) for n in part.rpartition("/")[2].removesuffix(".jsonl").split("-"))
-        assert 100 < first <= 150
+        assert 40 < first <= 60
         assert local[: begins - 1] == bytes(begins - 1)
         assert whole.startswith(local[begins:], begins)
         mirror.complete()
         assert whole.startswith((tmp_path / "b" / "metrics.jsonl").read_bytes())
-    names = [name for name in objects(bucket, url) if name.startswith("metrics/")]
+    names = [name for name in objects(url, bucket.fs) if name.startswith("metrics/")]
     assert len(fetched) < 3 * len(names)
     with local_copy(url) as copy:
         logged = fk.run.read_metrics(copy / "metrics.jsonl")
-    assert [row["step"] for row in logged] == [*range(1, 152)]
+    assert [row["step"] for row in logged] == [*range(1, 62)]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", some_of(FAULTS, *{*FAULTS} - {"unheard", "503", "torn"}))
 def test_whatever_the_store_does_all_of_it_arrives(url, bucket, tmp_path, fault, monkeypatch):
     monkeypatch.setattr(urls, "FIRST_PAUSE_S", 0.01)
     chance = random.Random(3)
@@ -196,7 +206,7 @@ def test_what_has_not_changed_is_not_sent_again_and_large_files_wait(url, bucket
         with rows(tmp_path / "a") as file:
             write(file, 1)
         mirror.flush(all_files=False)
-        assert "trace.json" not in objects(bucket, url)
+        assert "trace.json" not in objects(url, bucket.fs)
         seen = []
         bucket.fault = lambda method, path: seen.append((method, path))
         mirror.flush(all_files=False)
@@ -207,21 +217,6 @@ def test_what_has_not_changed_is_not_sent_again_and_large_files_wait(url, bucket
 
 OTHER = b"pid 7 on host other since today\nanother 3\n"
 CUT_OFF = "was taken over by pid 7 on host other since today: this process has not renewed its"
-
-
-def test_without_the_lease_nothing_is_written(url, bucket, tmp_path):
-    def run():
-        with opened(url, tmp_path / "a") as mirror:
-            bucket.fs.pipe_file(f"{url.removeprefix('s3://')}/.lease", OTHER)
-            (tmp_path / "a" / "status.json").write_text("{}")
-            with pytest.raises(RunLockedError, match=CUT_OFF):
-                mirror.lease.check(now=True)
-            mirror.settle()
-
-    with pytest.raises(RunLockedError, match="was taken over by"):
-        run()
-    assert objects(bucket, url).keys() == {".lease"}
-    assert objects(bucket, url)[".lease"] == OTHER
 
 
 def out_of_reach(bucket, url):
@@ -240,13 +235,13 @@ def test_rows_of_a_writer_that_was_cut_off_replace_none(url, bucket, tmp_path, m
     with opened(url, tmp_path / "a") as mirror, rows(tmp_path / "a") as file:
         write(file, 1)
         mirror.flush()
-        before = objects(bucket, url)
+        before = objects(url, bucket.fs)
         write(file, 2)
         out_of_reach(bucket, url)
         for _ in range(2):
             with pytest.raises(RunLockedError, match=CUT_OFF):
                 mirror.flush()
-        assert objects(bucket, url) == before | {".lease": OTHER}
+        assert objects(url, bucket.fs) == before | {".lease": OTHER}
         file.close()
         (tmp_path / "a" / "metrics.jsonl").unlink()
 
@@ -289,24 +284,6 @@ REFUSED = {
         "no credentials were given. Set the store's usual variables, such as AWS_PROFILE",
     ),
 }
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_run_that_cannot_be_there_is_refused_in_one_sentence(
-    bucket, name, monkeypatch, capsys, tmp_path
-):
-    out, variables, message = REFUSED[name]
-    monkeypatch.setenv("FORGEKIT_CACHE", str(tmp_path))
-    for variable, value in variables.items():
-        monkeypatch.delenv(variable) if value is None else monkeypatch.setenv(variable, value)
-    monkeypatch.setattr("s3fs.S3FileSystem._cache", {})
-    with pytest.raises(SystemExit) as stop, fk.open_run(Url(out), {}):
-        raise AssertionError
-    assert stop.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert message in said
-    assert said.count("\n") == 1
 
 
 def _refused(rank, world, out, variables, missing):

@@ -1,13 +1,9 @@
 """The lines at the start of a run: layout, size, memory, tokens of a step, and optimizers."""
 
-from contextlib import redirect_stderr
-from io import StringIO
 from types import SimpleNamespace
 
 import attrs
-import pytest
 import torch
-import torch.distributed as dist
 from ranks import run_ranks
 
 import forgekit as fk
@@ -48,20 +44,16 @@ def test_the_lines_say_what_is_there():
     }
 
 
-def test_frozen_parameters_have_no_gradients():
-    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in "ab"))
-    model[0].requires_grad_(False)
-    found = table(create(model, torch.optim.SGD(model[1].parameters(), lr=0.1)))
-    assert found["memory"] == "2.0 MiB of parameters and 1.0 MiB of gradients on this rank"
-
-
 def test_frozen_parameters_experts_and_a_chain_have_their_own_numbers():
     moe = fk.MoESpec(experts=4, top_k=1, ffn_dim=24, first=1)
     model = fk.Transformer(attrs.evolve(SPEC, moe=moe))
     size = sum(p.numel() for p in model.parameters())
     model.embedding.weight.requires_grad_(False)
-    found = table(create(model, fk.muon(model)))
+    found = table(create(model, fk.muon(model)), dataset=None)
     active, trained = size - 3 * 3 * 16 * 24, size - 32 * 16
+    assert not {"step", "attention"} & found.keys(), "what is not known has no line"
+    held, due = (f"{4 * count / 2**20:.1f} MiB" for count in (size, trained))
+    assert found["memory"] == f"{held} of parameters and {due} of gradients on this rank"
     assert found["parameters"] == (
         f"{size:,}, of which a token meets {active:,}; {trained:,} are trained"
     )
@@ -80,29 +72,21 @@ def test_parameters_that_nobody_steps_are_named():
     )
 
 
-def test_what_is_not_known_has_no_line():
-    state = create(fk.Transformer(SPEC))
-    assert "step" not in table(state, dataset=None)
-    assert "step" not in table(state, config={})
-    assert "attention" not in table(state)
+LAYOUTS = {"dp_shard 2": {}, "tp 2": {"tp": 2}, "pp 2": {"pp": 2}}
 
 
-def _in_layout(rank, world, sizes):
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
-    model = fk.parallelize(fk.Transformer(SPEC), mesh, precision="bf16")
-    state = create(model, mesh=mesh)
-    return table(state)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "layout"),
-    [({}, "dp_shard 2"), ({"tp": 2}, "tp 2"), ({"pp": 2}, "pp 2")],
-)
-def test_in_a_layout_the_whole_model_is_counted_and_the_ranks_part_held(sizes, layout):
-    for found in run_ranks(_in_layout, 2, sizes):
+def _in_layouts(rank, world):
+    for layout, sizes in LAYOUTS.items():
+        mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+        model = fk.parallelize(fk.Transformer(SPEC), mesh, precision="bf16")
+        found = table(create(model, mesh=mesh))
         assert found["layout"] == f"{layout} = 2 ranks, products in bfloat16 on cpu"
         assert found["parameters"].startswith(f"{SIZE:,}, of which a token meets {SIZE:,}")
         assert found["attention"].startswith("rows sdpa")
+
+
+def test_in_a_layout_the_whole_model_is_counted_and_the_ranks_part_held():
+    run_ranks(_in_layouts, 2)
 
 
 def test_a_run_prints_the_lines_under_its_greeting(tmp_path, capsys):
@@ -117,20 +101,3 @@ def test_a_run_prints_the_lines_under_its_greeting(tmp_path, capsys):
     assert [line.split(":")[0].strip() for line in lines[greeting + 1 :]][:4] == [
         *("layout", "parameters", "memory", "AdamW")
     ]
-
-
-def _greets(rank, world, folder):
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    mesh = fk.build_mesh(fk.MeshSpec(pp=2), device="cpu")
-    state = create(fk.parallelize(fk.Transformer(SPEC), mesh), mesh=mesh)
-    with redirect_stderr(StringIO()) as shown, fk.open_run(folder / "run", CONFIG) as run:
-        run.start(state, every=1).close()
-    return shown.getvalue()
-
-
-def test_the_greeting_of_a_pipeline_counts_all_of_its_stages(tmp_path):
-    said, other = run_ranks(_greets, 2, tmp_path, group=False)
-    assert f"; {SIZE / 1e6:.2f} M parameters" in said
-    assert f"  parameters:  {SIZE:,}, of which a token meets {SIZE:,}\n" in said
-    assert other == ""

@@ -63,46 +63,26 @@ class Kept:
 
 
 def test_a_tracker_gets_each_row_and_event_the_configuration_and_how_the_run_ended(tmp_path):
-    kept, other = Kept(), Kept()
-    config = {"steps": 5}
-    with MetricsLog(tmp_path, every=5, trackers=(kept, other), config=config) as log:
-        steps_of(log, make_state(), range(1, 6))
-        log.status("finished")
-    assert kept.calls == other.calls
-    start, row, event, status, closed = kept.calls
-    assert start == ("start", 0, config)
-    (written,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert row[0] == event[0] == 5
-    assert {"step": 5} | row[1] | event[1] == written
-    assert row[1]["samples"] == 40
-    assert event[1] == {"eval/a/loss": 5.0}  # what the row had is not shown twice
-    assert (status, closed) == (("status", "finished"), "closed")
-
-
-def test_what_is_no_number_is_passed_over(tmp_path):
-    kept = Kept()
-    with MetricsLog(tmp_path, trackers=(kept,)) as log:
-        log.event(make_state(), {"moe/load/layers.0": [0.5, 0.5], "note": "a", "eval/a/loss": 2.0})
-    assert kept.calls[1] == (0, {"samples": 0, "eval/a/loss": 2.0})
-    assert read_metrics(tmp_path / "metrics.jsonl")[0]["moe/load/layers.0"] == [0.5, 0.5]
-
-
-def test_a_run_that_fails_says_so_to_trackers(tmp_path):
-    kept = Kept()
-    with pytest.raises(KeyError, match="mine"), MetricsLog(tmp_path, trackers=(kept,)):
+    """And is started again where the run goes back; lists and texts are no numbers."""
+    kept, other, config = Kept(), Kept(), {"steps": 5}
+    with (  # noqa: PT012
+        pytest.raises(KeyError, match="mine"),
+        MetricsLog(tmp_path, every=5, trackers=(kept, other), config=config) as log,
+    ):
+        state = steps_of(log, make_state(), range(1, 6))
+        log.rewind(state := donate(state, step=2, samples=16))
+        log.event(state, {"moe/load/layers.0": [0.5, 0.5], "note": "a", "eval/a/loss": 2.0})
         raise KeyError("mine")
-    assert kept.calls[1:] == [("status", "failed: KeyError"), "closed"]
-
-
-def test_a_run_that_goes_back_starts_its_trackers_again(tmp_path):
-    kept = Kept()
-    with MetricsLog(tmp_path, every=1, trackers=(kept,)) as log:
-        state = steps_of(log, make_state(), range(1, 4))
-        log.rewind(state := donate(state, step=1, samples=8))
-        steps_of(log, state, [2, 3])
-    steps = [call[1] if call[0] == "start" else call[0] for call in kept.calls[:-1]]
-    assert [call[0] for call in kept.calls[:-1]].count("start") == 2
-    assert steps == [0, 1, 2, 3, 1, 2, 3]
+    start, row, event, again, later, status, closed = kept.calls
+    assert (start, again) == (("start", 0, config), ("start", 2, config))
+    assert row[0] == event[0] == 5
+    assert {"samples": 40, "train/loss": 5.0, "train/lr": 1e-3}.items() <= row[1].items()
+    assert event[1] == {"eval/a/loss": 5.0}  # what the row had is not shown twice
+    assert later == (2, {"samples": 16, "eval/a/loss": 2.0})
+    assert (status, closed) == (("status", "failed: KeyError"), "closed")
+    assert kept.calls == other.calls
+    (written,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert written["moe/load/layers.0"] == [0.5, 0.5]
 
 
 class Broken(Kept):
@@ -120,10 +100,36 @@ class Broken(Kept):
 
 
 FAILS = {
-    "an error": (RuntimeError("no network"), "failed: RuntimeError: no network"),
-    "an exit": (SystemExit(3), "failed: SystemExit: 3"),
-    "hangs": (None, "hangs for 0 s"),
+    "an error": ("__call__", RuntimeError("no network"), "failed: RuntimeError: no network"),
+    "an exit": ("start", SystemExit(3), "failed: SystemExit: 3"),
+    "an error at its end": ("close", OSError("full"), "failed: OSError: full"),
+    "hangs": ("__call__", None, "hangs for 0 s"),
+    "hangs at its end": ("close", None, "has not ended in 0.1 s"),
 }
+
+
+@pytest.mark.parametrize("case", FAILS)
+def test_a_tracker_that_fails_or_hangs_costs_one_message(tmp_path, monkeypatch, case, capfd):
+    where, error, says = FAILS[case]
+    monkeypatch.setattr("forgekit.metrics.trackers.PATIENCE_S", 0.05)
+    monkeypatch.setattr("forgekit.metrics.trackers.CLOSING_S", 0.1)
+    after, started = Kept(), time.perf_counter()
+    trackers = (Broken(where, error), after)
+    with MetricsLog(tmp_path, every=1, trackers=trackers) as log:
+        for steps in ([1, 2], [3, 4]):
+            for step in steps:
+                steps_of(log, make_state(), [step])
+                wait_for(log._trackers[1])
+            time.sleep(0.1)
+        log.status("finished")
+        wait_for(log._trackers[1])
+    assert time.perf_counter() - started < 3
+    lines = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("step ")]
+    assert lines == [f"tracker Broken {says}; metrics.jsonl has all rows"]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "Broken")
+    assert error is None or trackers[0].calls[-1] == "failed", "it is left alone"
+    assert [call[0] for call in after.calls] == ["start", 1, 2, 3, 4, "status", "c"]
 
 
 def test_a_tracker_that_hangs_does_not_fill_the_memory(monkeypatch):
@@ -135,36 +141,6 @@ def test_a_tracker_that_hangs_does_not_fill_the_memory(monkeypatch):
         guarded(step, {"a": 1})
     guarded.close()
     assert lines == ["tracker Broken is 3 calls behind; metrics.jsonl has all rows"]
-
-
-@pytest.mark.parametrize(
-    ("case", "where"),
-    [
-        *((case, "__call__") for case in FAILS),
-        *((case, w) for case in ("an exit", "hangs") for w in ("start", "status", "close")),
-    ],
-)
-def test_a_tracker_that_fails_or_hangs_costs_one_message(tmp_path, monkeypatch, case, where, capfd):
-    monkeypatch.setattr("forgekit.metrics.trackers.PATIENCE_S", 0.05)
-    monkeypatch.setattr("forgekit.metrics.trackers.CLOSING_S", 0.1)
-    error, says = FAILS[case]
-    before, after, started = Kept(), Kept(), time.perf_counter()
-    trackers = (before, Broken(where, error), after)
-    with MetricsLog(tmp_path, every=1, trackers=trackers) as log:
-        state = steps_of(log, make_state(), [1, 2])
-        time.sleep(0.1)
-        steps_of(log, state, [3, 4])
-        log.status("finished")
-    assert time.perf_counter() - started < 3
-    if case == "hangs" and where in ("status", "close"):
-        says = "has not ended in 0.1 s"
-    lines = [line for line in capfd.readouterr().err.splitlines() if not line.startswith("step ")]
-    assert lines == [f"tracker Broken {says}; metrics.jsonl has all rows"]
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "Broken")
-    assert case == "hangs" or trackers[1].calls[-1] == "failed", "it is left alone"
-    assert before.calls == after.calls
-    assert [call[0] for call in after.calls] == ["start", 1, 2, 3, 4, "status", "c"]
 
 
 def scalars(folder):
