@@ -35,12 +35,8 @@ def saved(tmp_path):
     return tmp_path / "saved"
 
 
-MISSING = object()
-
-
 def change(path, **changes):
-    tree = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({key: value for key, value in tree.items() if value is not MISSING}))
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 UNSUPPORTED = (
@@ -48,13 +44,6 @@ UNSUPPORTED = (
     *("partial_rotary_factor", "quantization_config", "kv_lora_rank", "q_lora_rank"),
     *("moe_layer_freq", "layer_types"),
 )
-
-
-@pytest.mark.parametrize("key", UNSUPPORTED)
-def test_what_a_transformer_is_not_is_refused_by_key_and_value(key, saved):
-    change(saved / "config.json", **{key: ["linear_attention", "full_attention"]})
-    with pytest.raises(fk.CheckpointError, match=rf"{key} is .*, and a Transformer has only "):
-        fk.huggingface_spec(saved)
 
 
 def rope(kind, **values):
@@ -77,7 +66,7 @@ CONFIGS = {
     ),
     "rope of a kind that is not had": (
         rope("longrope", factor=2.0),
-        r"rope_type is 'longrope', which a Transformer does not have; it has linear, llama3, yarn",
+        r"rope_type is 'longrope'; a Transformer has \['linear', 'llama3', 'yarn'\]",
     ),
     "rope in two ways": ({"rope_theta": 7.0}, r"rope_theta is 7\.0 and in rope_parameters 10000"),
     "a flag in words": (
@@ -85,23 +74,25 @@ CONFIGS = {
         r"tie_word_embeddings is 'false'; it must be true or false",
     ),
     "an unknown architecture": (
-        {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"]},
-        r"model_type is 'gpt_neox' \(architectures \['GPTNeoXForCausalLM'\]\), which is not known "
-        r"here; known are llama, mistral, ",
+        {"model_type": "gpt_neox"},
+        r"model_type 'gpt_neox' is none of llama, mistral, ",
     ),
-    "no size": ({"hidden_size": MISSING}, r"config\.json of a llama model has no 'hidden_size'\."),
-    "heads that do not share": (
-        {"num_key_value_heads": 3},
-        r"of a llama model: kv_heads 3 must divide heads 2",
-    ),
+    **{
+        key: (
+            {key: ["linear_attention", "full_attention"]},
+            rf"{key} is .*, and a Transformer has only ",
+        )
+        for key in UNSUPPORTED
+    },
 }
 
 
-@pytest.mark.parametrize(("changes", "message"), CONFIGS.values(), ids=CONFIGS)
-def test_configurations_that_are_none_of_ours_are_refused(saved, changes, message):
-    change(saved / "config.json", **changes)
-    with pytest.raises(fk.CheckpointError, match=message):
-        fk.huggingface_spec(saved)
+def test_configurations_that_are_none_of_ours_are_refused():
+    config = families.FAMILIES[0].write(SPEC)
+    for changes, message in CONFIGS.values():
+        changed = config | changes
+        with pytest.raises(fk.CheckpointError, match=message):
+            families.family_of(changed).read(changed)
 
 
 USED, MIXED = {"use_sliding_window": True}, ["full_attention", "sliding_attention"]
@@ -133,16 +124,14 @@ def test_a_window_counts_where_transformers_has_one(name, changes, slides):
         assert family.read(config, 8).max_seq_len == 8
 
 
-def test_experts_in_uneven_steps_are_refused(tmp_path):
+def test_experts_in_uneven_steps_are_refused():
     moe = fk.MoESpec(experts=4, top_k=2, ffn_dim=8, shared=0)
-    spec = attrs.evolve(SPEC, moe=moe, qk_norm=True, layers=5)
-    fk.save_huggingface(fk.Transformer(spec), tmp_path / "saved")
-    change(tmp_path / "saved" / "config.json", mlp_only_layers=[1])
+    family = families.family_named("qwen3_moe")
+    config = family.write(attrs.evolve(SPEC, moe=moe, qk_norm=True, layers=5))
     with pytest.raises(fk.CheckpointError, match=r"give the blocks \[0, 2, 3, 4\] experts"):
-        fk.huggingface_spec(tmp_path / "saved")
-    change(tmp_path / "saved" / "config.json", mlp_only_layers=[], norm_topk_prob="false")
+        family.read(config | {"mlp_only_layers": [1]})
     with pytest.raises(fk.CheckpointError, match=r"norm_topk_prob is 'false'; it must be true"):
-        fk.huggingface_spec(tmp_path / "saved")
+        family.read(config | {"norm_topk_prob": "false"})
 
 
 def first(saved):
@@ -177,7 +166,6 @@ EMBEDDING = "model.embed_tokens.weight"
 DAMAGED = "is missing, damaged or was not written to the end: "
 FILES = {
     "a file cut short": (cut, DAMAGED),
-    "a file that is gone": (lambda saved: first(saved).unlink(), DAMAGED + "No such file"),
     "a tensor that is gone": (
         resave(lambda tensors: tensors.pop(EMBEDDING)),
         r"does not fit the model: it lacks model\.embed_tokens\.weight\.",
@@ -220,27 +208,18 @@ def test_damaged_directories_are_refused_and_nothing_is_loaded(saved, damage, me
     assert all(torch.equal(tensor, before[name]) for name, tensor in after.items())
 
 
-@pytest.mark.parametrize(
-    ("value", "dtype"), [(float("nan"), torch.float32), (-float("inf"), torch.bfloat16)]
-)
-def test_values_that_are_none_are_found_while_they_are_read(value, dtype, saved):
+@pytest.mark.parametrize("value", [float("nan"), -float("inf")])
+def test_values_that_are_none_are_found_while_they_are_read(value, saved):
     """Not at the first row of metrics, where the data would be blamed."""
-
-    def spoil(tensors):
-        tensors[EMBEDDING] = tensors[EMBEDDING].to(dtype)
-        tensors[EMBEDDING][7, 3] = value
-
-    resave(spoil)(saved)
+    resave(lambda tensors: tensors[EMBEDDING][7].fill_(value))(saved)
     with pytest.raises(fk.CheckpointError, match=r"'model\.embed_tokens\.weight' .* not finite"):
         fk.load_huggingface(fk.Transformer(SPEC), saved)
 
 
 MOE = fk.MoESpec(experts=4, top_k=2, ffn_dim=8, shared=0)
 OTHERS = {
-    "dim 16": {"dim": 32},
     "layers 2": {"layers": 1},
     "heads 2": {"heads": 4, "head_dim": 4},
-    "kv_heads 1": {"kv_heads": 2},
     "channels 8": {"head_dim": 4},
     "ffn_dim 24": {"ffn_dim": 16},
     "vocab_size 16": {"vocab_size": 8},
@@ -253,10 +232,11 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("there", "changes"), OTHERS.items(), ids=OTHERS)
-def test_directories_of_other_models_are_refused(saved, there, changes):
-    with pytest.raises(fk.CheckpointError, match=rf"is of another model: .*{there} there and "):
-        fk.load_huggingface(fk.Transformer(attrs.evolve(SPEC, **changes)), saved)
+def test_directories_of_other_models_are_refused(saved):
+    for there, changes in OTHERS.items():
+        model = fk.Transformer(attrs.evolve(SPEC, **changes))
+        with pytest.raises(fk.CheckpointError, match=rf"is of another model: .*{there} there and "):
+            fk.load_huggingface(model, saved)
 
 
 def test_a_trained_head_beside_tied_embeddings_is_refused(saved):
@@ -291,7 +271,6 @@ EXPORTS = {
         fk.CheckpointError,
         r"^Qwen3ForCausalLM is no model of this spec: qk_norm True there and False here\.$",
     ),
-    "in whole numbers": ({}, {"dtype": torch.int8}, TypeError, r"^dtype is torch\.int8, a dtype"),
     "a tokenizer that is not there": (
         {},
         {"tokenizer": "gone"},
@@ -352,7 +331,7 @@ def test_a_directory_of_other_files_is_not_replaced(tmp_path):
 def test_a_model_with_more_in_it_is_not_written_and_is_read_into(tmp_path):
     model = fk.Transformer(SPEC)
     model.layers[0].extra = torch.nn.Linear(2, 2)
-    message = r"^the model has 'layers\.0\.extra\.weight', which has no name on disk\. Merge"
+    message = r"^the model has 'layers\.0\.extra\.weight', which has no name on disk\. Pass"
     with pytest.raises(fk.CheckpointError, match=message):
         fk.save_huggingface(model, tmp_path / "new")
     before = model.layers[0].extra.weight.clone()
@@ -368,10 +347,10 @@ def test_a_model_with_more_in_it_is_not_written_and_is_read_into(tmp_path):
 TENSORS = {"a.0.w": torch.ones(4, 3), "a.1.w": torch.ones(4, 3), "b": torch.ones(2)}
 BOTH = (rename("a.*.w", "x.*.w"), rename("b", "y"))
 RULES = {
-    "a tensor without a rule": (lambda: BOTH[:1], r"^'b' must match one rule .* match no rule\. "),
+    "a tensor without a rule": (lambda: BOTH[:1], r"^'b' must match one rule .* matches \[\]\."),
     "a tensor with two": (
         lambda: [*BOTH, leave_out("b")],
-        r"^'b' must match one rule of the name map, and does match \['b', 'b'\]\. Add narrower",
+        r"^'b' must match one rule of the name map, .* it matches \['b', 'b'\]\.",
     ),
     "a rule without a tensor": (
         lambda: [*BOTH, rename("c", "z")],
@@ -404,10 +383,10 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize(("rules", "message"), RULES.values(), ids=RULES)
-def test_name_maps_that_are_not_complete_or_collide_are_refused(rules, message):
-    with pytest.raises(ValueError, match=message):
-        NameMap(rules(), TENSORS)
+def test_name_maps_that_are_not_complete_or_collide_are_refused():
+    for rules, message in RULES.values():
+        with pytest.raises(ValueError, match=message):
+            NameMap(rules(), TENSORS)
 
 
 CODE = "from pathlib import Path\nPath(__file__ + '.ran').touch()\nPath('ran').touch()\n"
