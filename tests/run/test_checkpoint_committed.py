@@ -76,23 +76,6 @@ def test_a_committed_checkpoint_is_never_reported_as_failed(
     assert fk.latest_checkpoint(tmp_path) == path
 
 
-def test_a_name_that_is_not_durable_is_not_reported_and_costs_no_older_checkpoint(
-    tmp_path, monkeypatch
-):
-    fsync = os.fsync
-
-    def refuse(descriptor):
-        if (tmp_path / "step_00000002").exists():
-            raise OSError(errno.EIO, "Input/output error")
-        fsync(descriptor)
-
-    fk.checkpoint_save(build(step=1), tmp_path, blocking=True)
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(fk.CheckpointError, match="step 2 could not be saved to"):
-        fk.checkpoint_save(build(step=2), tmp_path, keep=1, blocking=True)
-    assert (tmp_path / "step_00000001" / "manifest.json").exists()
-
-
 def test_a_file_that_cannot_be_synced_still_fails_the_save(tmp_path, monkeypatch):
     def refuse(descriptor):
         if not is_directory(descriptor):
