@@ -185,7 +185,7 @@ def choose_checkpoint(
 
 
 def _candidates(storage: Storage, step: int | None) -> Iterator[tuple[int, Manifest]]:
-    """Yield the checkpoints that may be loaded; refuse to start over where there might be one."""
+    """Yield the checkpoints that may be loaded, the newest first."""
     storage.restore_replaced()
     steps, faults = steps_in(storage), {}
     if step is not None:
@@ -194,20 +194,8 @@ def _candidates(storage: Storage, step: int | None) -> Iterator[tuple[int, Manif
     manifests = dict(islice(checkpoints, NEAR))
     if faults:
         log.warning("%s does not count: %s", *describe_faults(storage, faults))
-    if step is not None and not manifests:
-        why = f" Its {MANIFEST} {faults[step]}." if faults else ""
-        raise CheckpointError(
-            f"{storage} has no committed step {step}; it has {describe(storage)}.{why}"
-        )
-    if not manifests and MANIFEST in storage.names():
-        raise CheckpointError(f"{storage} is a checkpoint itself; name the folder that holds it.")
-    for at, fault in faults.items():
-        # An empty folder never was a checkpoint.
-        if not manifests and (fault != "is missing" or storage.names(at)):
-            raise CheckpointError(
-                f"no whole checkpoint to load: {storage.path(at)} may be one, and its {MANIFEST} "
-                f"{fault}. Restore it, or delete the folder to start over."
-            )
+    if not manifests:
+        _check_nothing_there(storage, step, faults)
     # A manifest of another format may name no run.
     runs = {m["run"]: at for at, m in sorted(manifests.items()) if "run" in m}
     if len(runs) > 1:
@@ -223,6 +211,23 @@ def _candidates(storage: Storage, step: int | None) -> Iterator[tuple[int, Manif
                 f"format {FORMAT}. Load it with the version that wrote it."
             )
         yield at, manifest
+
+
+def _check_nothing_there(storage: Storage, step: int | None, faults: Mapping[int, str]) -> None:
+    """Where no checkpoint is good, refuse to start over if there might be one."""
+    if step is not None:
+        why = f" Its {MANIFEST} {faults[step]}." if faults else ""
+        raise CheckpointError(
+            f"{storage} has no committed step {step}; it has {describe(storage)}.{why}"
+        )
+    if MANIFEST in storage.names():
+        raise CheckpointError(f"{storage} is a checkpoint itself; name the folder that holds it.")
+    for at, fault in faults.items():
+        if fault != "is missing" or storage.names(at):  # an empty folder never was a checkpoint
+            raise CheckpointError(
+                f"no whole checkpoint to load: {storage.path(at)} may be one, and its {MANIFEST} "
+                f"{fault}. Restore it, or delete the folder to start over."
+            )
 
 
 def path_inside(manifest: Manifest, name: str) -> str:

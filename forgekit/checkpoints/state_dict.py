@@ -16,7 +16,6 @@ under ``state.<field>.rank<rank>``; it loads on as many ranks as saved it.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections import Counter
@@ -32,6 +31,7 @@ from torch.distributed.tensor import empty as distributed_empty
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from forgekit.checks import differences
 from forgekit.model.lora import lora_layers
 from forgekit.optim.average import average_of
 from forgekit.optim.chain import Chained
@@ -40,7 +40,6 @@ from forgekit.safetensors_files import DTYPES
 from forgekit.state import TrainState
 from forgekit.tensors import box_of, local, named_tensors
 
-NAMES_SHOWN = 3
 PARTS = ("model", "optimizer", "fields")
 """What ``checkpoint_load`` can load alone; the fields are all else that a state holds."""
 
@@ -343,7 +342,7 @@ def find_mismatch(
             [{n: _holders(d["fields"][n]) for n in due if n in d["fields"]} for d in both],
         ),
     ]
-    texts = ((text, _differences(*pair)) for text, pair in compared)
+    texts = ((text, differences(*pair)) for text, pair in compared)
     return next((text.format(difference) for text, difference in texts if difference), None)
 
 
@@ -635,29 +634,3 @@ def _below(prefix: str, description: dict[str, Any]) -> dict[str, str]:
         for key, spec in description["tensors"].items()
         if key.startswith(prefix)
     }
-
-
-def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """Say what differs by name, of each kind the first few; nothing if all is equal."""
-    kinds = {
-        "it lacks ": [_with_nearest(name, there) for name in here if name not in there],
-        "only it has ": [repr(name) for name in there if name not in here],
-        "": [
-            f"{name!r} is {there[name]} there and {value} here"
-            for name, value in here.items()
-            if name in there and value != there[name]
-        ],
-    }
-    return "; ".join(
-        kind
-        + ", ".join(names[:NAMES_SHOWN])
-        + (f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else "")
-        for kind, names in kinds.items()
-        if names
-    )
-
-
-def _with_nearest(name: str, names: Iterable[str]) -> str:
-    """Write a name for a message, with the most similar one that is there."""
-    nearest = difflib.get_close_matches(name, [*names], n=1)
-    return f"{name!r} (nearest: {nearest[0]!r})" if nearest else f"{name!r}"

@@ -145,7 +145,7 @@ class Family:
         if spec.moe is not None and self.experts:
             config |= self._write_moe(spec, spec.moe)
         try:
-            different = differences(self.read(config), spec)
+            different = compare_specs(self.read(config), spec)
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
             different = [explain(error)]
         if spec.moe is not None and spec.moe.capacity is not None:
@@ -200,7 +200,7 @@ def _sizes(spec: TransformerSpec) -> dict[str, Any]:
     }
 
 
-def differences(stored: TransformerSpec, built: TransformerSpec) -> list[str]:
+def compare_specs(stored: TransformerSpec, built: TransformerSpec) -> list[str]:
     """The first few things that two specs compute differently, in words.
 
     Not their context, dropout or router terms.

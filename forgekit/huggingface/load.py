@@ -15,9 +15,9 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from forgekit.checks import path_of
+from forgekit.checks import differences, path_of
 from forgekit.files import restore_replaced
-from forgekit.huggingface.families import Family, differences, family_of, rules
+from forgekit.huggingface.families import Family, compare_specs, family_of, rules
 from forgekit.huggingface.names import Box, NameMap, Part
 from forgekit.huggingface.safetensors_files import (
     Stored,
@@ -142,17 +142,8 @@ def check_stored(names: NameMap, stored: Mapping[str, Stored], where: Path) -> N
         CheckpointError: If tensors are missing, too many, or of another shape.
     """
     shapes = {key: one.shape for key, one in stored.items() if not key.endswith(IGNORED)}
-    problems = {
-        "it lacks": [key for key in names.shapes if key not in shapes],
-        "only it has": [key for key in shapes if key not in names.shapes],
-        "shapes differ:": [
-            f"{key!r} is {shapes[key]} there and {shape} here"
-            for key, shape in names.shapes.items()
-            if shapes.get(key, shape) != shape
-        ],
-    }
-    if sentences := [f"{kind} {', '.join(keys[:3])}" for kind, keys in problems.items() if keys]:
-        raise CheckpointError(f"{where} does not fit the model: {'; '.join(sentences)}.")
+    if different := differences(names.shapes, shapes):
+        raise CheckpointError(f"{where} does not fit the model: {different}.")
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
@@ -237,7 +228,7 @@ def _names_of(model: nn.Module, path: Path) -> NameMap:
     stored = family.read(config, spec.max_seq_len)
     rows = stored.vocab_size  # of a padded vocabulary the first ones
     unpadded = attrs.evolve(spec, vocab_size=rows) if spec.vocab_size > rows else spec
-    if different := differences(stored, unpadded):
+    if different := compare_specs(stored, unpadded):
         raise CheckpointError(
             f"{path} is of another model: {', '.join(different)}. Build it with "
             "forgekit.huggingface_spec(directory)."

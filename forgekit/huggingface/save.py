@@ -28,7 +28,13 @@ from forgekit.checks import brief, path_of
 from forgekit.files import atomic_directory
 from forgekit.huggingface.check_export import check_logits as compare_logits
 from forgekit.huggingface.check_export import check_values
-from forgekit.huggingface.families import FAMILIES, Family, differences, family_named, family_of
+from forgekit.huggingface.families import (
+    FAMILIES,
+    Family,
+    compare_specs,
+    family_named,
+    family_of,
+)
 from forgekit.huggingface.load import (
     check_named,
     huggingface_spec,
@@ -204,7 +210,7 @@ def _describe(
 
 def _check_spec(spec: TransformerSpec, directory: Path) -> None:
     """Compare a model's spec with that of the files; a vocabulary may have lost its padding."""
-    written = differences(huggingface_spec(directory), spec)
+    written = compare_specs(huggingface_spec(directory), spec)
     if different := [one for one in written if not one.startswith("vocab_size")]:
         raise CheckpointError(f"config.json was read back as another model: {different}.")
 

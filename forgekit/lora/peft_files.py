@@ -33,7 +33,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from forgekit.checks import parse_json, path_of, quoted
+from forgekit.checks import differences, parse_json, path_of, quoted
 from forgekit.files import atomic_directory, read_regular, restore_replaced
 from forgekit.lora.adapters import add_chosen, find_matrices, reshard
 from forgekit.model.initial import copy_full
@@ -170,8 +170,11 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     def read() -> tuple[dict[str, Adapter], dict[Key, Tensor]]:
         config, files = _read_config(path / CONFIG), _read_tensors(path / TENSORS)
         adapters, tensors = from_peft(config, files, shapes, held, is_transformer=is_transformer)
-        if held:
-            _check_alike(adapters, held)
+        if held and (different := differences(_describe(held), _describe(adapters))):
+            raise CheckpointError(
+                f"{different}. Add the same adapters with forgekit.add_lora, before "
+                "forgekit.parallelize."
+            )
         return adapters, tensors
 
     try:
@@ -419,20 +422,11 @@ def _check_shapes(key: str, parts: Mapping[str, Tensor], expected: Mapping[str, 
         )
 
 
-def _check_alike(adapters: Mapping[str, Adapter], held: Mapping[str, Adapter]) -> None:
-    for name in {**held, **adapters}:
-        stored, added = (_describe(of.get(name)) for of in (adapters, held))
-        if stored != added:
-            raise CheckpointError(
-                f"it has {stored} for {name!r}; the model has {added}. Add the same with "
-                "forgekit.add_lora, before forgekit.parallelize."
-            )
-
-
-def _describe(adapter: Adapter | None) -> str:
-    if adapter is None:
-        return "no adapter"
-    return f"rank {adapter.rank}, scale {adapter.scale:.9g} and dora={adapter.dora}"
+def _describe(adapters: Mapping[str, Adapter]) -> dict[str, str]:
+    return {
+        name: f"rank {adapter.rank}, scale {adapter.scale:.9g} and dora={adapter.dora}"
+        for name, adapter in adapters.items()
+    }
 
 
 def _read_config(path: Path) -> dict[str, Any]:

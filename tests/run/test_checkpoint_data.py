@@ -29,10 +29,10 @@ def packed(out, capacity=8, transforms=()):
     return fk.packed_dataset(tokens(out / "tokens"), bins, transforms=transforms)
 
 
-def mixed(out, seed=0, weights=None, seq_len=4):
+def mixed(out, seed=0, seq_len=4):
     rows = {"a": windows(out, seq_len), "b": windows(out, seq_len, documents=OTHER)}
     sizes = {name: len(dataset) for name, dataset in rows.items()}
-    return fk.mixture_dataset(rows, fk.make_order(sizes, weights, seed=seed))
+    return fk.mixture_dataset(rows, fk.make_order(sizes, seed=seed))
 
 
 def same_rows(row):
@@ -47,7 +47,6 @@ CHANGES = {
     "capacity": (packed, {"capacity": 9}, rf"{NOW}sequence length \(8 then, 9 now\), packing\."),
     "transforms": (packed, {"transforms": (same_rows,)}, rf"{NOW}transforms\. Choose another"),
     "seed of the order": (mixed, {"seed": 1}, rf"{NOW}order\. Choose another run directory"),
-    "weights": (mixed, {"weights": {"a": 1, "b": 5}}, rf"{NOW}order\. Choose another run"),
     "length of sources": (
         mixed,
         {"seq_len": 5},

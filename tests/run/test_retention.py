@@ -64,6 +64,8 @@ def test_the_best_outlives_newer_ones_and_survives_a_restart(tmp_path):
     saved(tmp_path, {1: 3.0, 2: 1.0, 3: 2.0, 4: math.nan, 5: None}, keep=fk.Keep(last=2, best=1))
     assert steps(tmp_path) == [2, 4, 5]
     assert os.readlink(tmp_path / "latest") == "step_00000005"
+    saved(tmp_path / "a", {2: 0.0, 3: 5.0, 5: 9.0}, keep=fk.Keep(last=1, every=2, best=1))
+    assert steps(tmp_path / "a") == [2, 5]  # of which the best stays by its number, too
 
 
 def test_what_is_being_loaded_is_not_deleted_until_it_is_loaded(tmp_path):
