@@ -32,7 +32,7 @@ from forgekit.lora.adapters import reset_magnitudes
 from forgekit.model.initial import copy_full
 from forgekit.model.nf4 import is_packed
 from forgekit.model.transformer import Transformer, TransformerSpec
-from forgekit.ranks import CheckpointError, ranks_sharing
+from forgekit.ranks import CheckpointError, explain, ranks_sharing
 from forgekit.tensors import box_of, local, named_tensors
 
 IGNORED = ".rotary_emb.inv_freq"
@@ -66,8 +66,12 @@ def huggingface_spec(
         ...     huggingface_spec(folder).dim
         8
     """
-    config = read_config(restore_replaced(path_of("directory", directory)))
-    return family_of(config).read(config, max_seq_len)
+    path = restore_replaced(path_of("directory", directory))
+    config = read_config(path)
+    try:
+        return family_of(config).read(config, max_seq_len)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"the config.json of {path}: {explain(error)}.") from None
 
 
 def load_huggingface(

@@ -204,7 +204,10 @@ def test_directories_of_other_models_are_refused(saved):
 
 
 def test_what_cannot_be_loaded_into_is_refused(saved, tmp_path):
-    change(saved / "config.json", tie_word_embeddings=True)
+    change(saved / "config.json", tie_word_embeddings=True, vocab_size=None)
+    with pytest.raises(fk.CheckpointError, match=r"/saved: TypeError: "):
+        fk.huggingface_spec(saved)
+    change(saved / "config.json", vocab_size=16)
     with pytest.raises(fk.CheckpointError, match=r"lm_head\.weight differs from model\.embed_tok"):
         fk.load_huggingface(fk.Transformer(attrs.evolve(SPEC, tied=True)), saved)
     for use in (fk.load_huggingface, fk.save_huggingface):

@@ -88,7 +88,8 @@ def _train_beside_a_held_save(rank, world, directory):
 
 
 def test_training_collectives_run_while_a_save_is_in_flight(tmp_path):
-    run_ranks(_train_beside_a_held_save, 2, tmp_path)
+    """The first sync, which is held, is that of the new directory: nothing is written before."""
+    run_ranks(_train_beside_a_held_save, 2, tmp_path / "new")
 
 
 def _replicated(rank, world, directory):
