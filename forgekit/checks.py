@@ -6,12 +6,13 @@ Each rule stands here once, with the words of its refusal.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import operator
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,9 @@ LARGEST = 2**63 - 1
 
 SHOWN = 60
 """Characters of a value in a message."""
+
+NAMES_SHOWN = 3
+"""Names of each kind in a message about what differs."""
 
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
@@ -193,6 +197,31 @@ def brief(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
+def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
+    """Say what differs by name, of each kind the first few; nothing if all is equal.
+
+    Examples:
+        >>> differences({"up": 1, "norm": 2}, {"upp": 1, "norm": 3})
+        "it lacks 'up' (nearest: 'upp'); only it has 'upp'; 'norm' is 3 there and 2 here"
+    """
+    kinds = {
+        "it lacks ": [_with_nearest(name, there) for name in here if name not in there],
+        "only it has ": [repr(name) for name in there if name not in here],
+        "": [
+            f"{name!r} is {there[name]} there and {value} here"
+            for name, value in here.items()
+            if name in there and value != there[name]
+        ],
+    }
+    return "; ".join(
+        kind
+        + ", ".join(names[:NAMES_SHOWN])
+        + (f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else "")
+        for kind, names in kinds.items()
+        if names
+    )
+
+
 def path_of(name: str, value: Any) -> Path:
     """Read a path that a file system could hold.
 
@@ -245,6 +274,12 @@ def parse_json(content: str | bytes) -> Any:
         return _JSON.decode(content if isinstance(content, str) else content.decode("utf-8"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def _with_nearest(name: str, names: Iterable[str]) -> str:
+    """Write a name for a message, with the most similar one that is there."""
+    nearest = difflib.get_close_matches(name, [*names], n=1)
+    return f"{name!r} (nearest: {nearest[0]!r})" if nearest else f"{name!r}"
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""A tensor's local part, its whole, its copy on the host, and the dtype in which it is summed."""
+"""Tensors of a model, by name; their local part, their whole, their copy on the host."""
 
 from __future__ import annotations
 
+import itertools
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -15,6 +18,25 @@ def local(tensor: Tensor) -> Tensor:
 def full(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor, gathered where ranks share it; all of them call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def box_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where this rank's part of a tensor begins in the whole, and its size."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    size, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
+    return tuple(offset), tuple(size)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name; a tied one under its first name only."""
+    # state_dict also makes FSDP put back the shards of modules that are still gathered after an
+    # evaluation; until then named_parameters yields full tensors that the optimizer has never seen.
+    kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return {name: tensor.detach() for name, tensor in named if id(tensor) in kept}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 
 from forgekit.checkpoints.directory import (
@@ -27,7 +27,6 @@ from forgekit.checkpoints.directory import (
     describe,
     describe_faults,
     find_damage,
-    runs_of,
     steps_in,
     storage_of,
 )
@@ -35,12 +34,10 @@ from forgekit.checkpoints.save import as_json, join_saves, ranks_of, shard_name,
 from forgekit.checkpoints.state_dict import (
     PARTS,
     allocate,
-    box_of,
     choose,
     collect,
     find_mismatch,
     has_average,
-    local_of,
     merge,
     optional_fields,
     rename,
@@ -49,13 +46,14 @@ from forgekit.checkpoints.state_dict import (
 from forgekit.checks import brief
 from forgekit.hashing import compare_facts, facts_of
 from forgekit.model.lora import adapter_names, check_unmerged
-from forgekit.ranks import CheckpointError, Ranks, explain
+from forgekit.ranks import CheckpointError, Ranks
 from forgekit.state import TrainState, donate
+from forgekit.tensors import box_of, local
 
 log = logging.getLogger("forgekit")
 
 NEAR = 8
-"""Folders older than the newest checkpoint in which one of another run is noticed."""
+"""Of so many of the newest checkpoints one of another run is noticed."""
 
 Part = Literal["model", "optimizer", "fields"]
 
@@ -111,7 +109,7 @@ def checkpoint_load(
 
             state = checkpoint_load(state, directory, renames={"layers.0.ffn": "layers.0.mlp"})
     """
-    if isinstance(parts, str) or "model" not in parts or not set(parts) <= set(PARTS):
+    if "model" not in parts or not set(parts) <= set(PARTS):
         raise ValueError(f"parts {list(parts)} must be some of {list(PARTS)}, the model included.")
     wait_for_saves(state)
     join_saves()  # what another state of this process is saving may be the checkpoint to load
@@ -187,48 +185,49 @@ def choose_checkpoint(
 
 
 def _candidates(storage: Storage, step: int | None) -> Iterator[tuple[int, Manifest]]:
-    """Yield the checkpoints that may be loaded; refuse to start over where there might be one."""
+    """Yield the checkpoints that may be loaded, the newest first."""
     storage.restore_replaced()
     steps, faults = steps_in(storage), {}
     if step is not None:
         steps = [step] if step in steps else []
-    manifests = dict(islice(committed(storage, steps, faults), 1))
-    behind = steps.index(next(iter(manifests))) + 1 if manifests else len(steps)
-    manifests |= committed(storage, steps[behind : behind + NEAR], faults)
+    checkpoints = committed(storage, steps, faults)
+    manifests = dict(islice(checkpoints, NEAR))
     if faults:
         log.warning("%s does not count: %s", *describe_faults(storage, faults))
-    if step is not None and not manifests:
-        why = f" Its {MANIFEST} {faults[step]}." if faults else ""
-        raise CheckpointError(
-            f"{storage} has no committed step {step}; it has {describe(storage)}.{why}"
-        )
-    if not manifests and MANIFEST in storage.names():
-        raise CheckpointError(
-            f"{storage} is a checkpoint itself; name the directory that holds it, and choose it "
-            "with step=."
-        )
-    for at, fault in faults.items():
-        # An empty folder never was a checkpoint.
-        if not manifests and (fault != "is missing" or storage.names(at)):
-            raise CheckpointError(
-                f"no whole checkpoint to load: {storage.path(at)} may be one, and its {MANIFEST} "
-                f"{fault}. Restore it, or delete the folder to start over."
-            )
-    runs = runs_of(manifests)
+    if not manifests:
+        _check_nothing_there(storage, step, faults)
+    # A manifest of another format may name no run.
+    runs = {m["run"]: at for at, m in sorted(manifests.items()) if "run" in m}
     if len(runs) > 1:
         raise CheckpointError(
             f"{storage} has checkpoints of {len(runs)} runs (the newest are of steps "
-            f"{' and '.join(map(str, runs.values()))}): somebody copied one in. Move those of the "
-            "other run away, or choose with step=."
+            f"{' and '.join(map(str, runs.values()))}). Move those of the other run away, or "
+            "choose with step=."
         )
-    older = committed(storage, steps[behind + NEAR :])
-    for at, manifest in chain(manifests.items(), older):
+    for at, manifest in chain(manifests.items(), checkpoints):
         if (kind := manifest["format"]) != FORMAT:
             raise CheckpointError(
                 f"{storage.path(at)} has format {kind!r}, and this version of forgekit reads "
                 f"format {FORMAT}. Load it with the version that wrote it."
             )
         yield at, manifest
+
+
+def _check_nothing_there(storage: Storage, step: int | None, faults: Mapping[int, str]) -> None:
+    """Where no checkpoint is good, refuse to start over if there might be one."""
+    if step is not None:
+        why = f" Its {MANIFEST} {faults[step]}." if faults else ""
+        raise CheckpointError(
+            f"{storage} has no committed step {step}; it has {describe(storage)}.{why}"
+        )
+    if MANIFEST in storage.names():
+        raise CheckpointError(f"{storage} is a checkpoint itself; name the folder that holds it.")
+    for at, fault in faults.items():
+        if fault != "is missing" or storage.names(at):  # an empty folder never was a checkpoint
+            raise CheckpointError(
+                f"no whole checkpoint to load: {storage.path(at)} may be one, and its {MANIFEST} "
+                f"{fault}. Restore it, or delete the folder to start over."
+            )
 
 
 def path_inside(manifest: Manifest, name: str) -> str:
@@ -257,38 +256,28 @@ def _read_tensors(
     storage: Storage, step: int, manifest: Manifest, tensors: dict[str, Tensor]
 ) -> None:
     """Read this rank's parts of a checkpoint's tensors, in place."""
-    try:
-        with ExitStack() as stack:
-            files: dict[int, Any] = {}
-            for key, tensor in tensors.items():
-                left = local_of(tensor).numel()
-                for rank, name, box in manifest["tensors"][key].get("chunks", []):
-                    if (overlap := _overlap(tensor, box)) is None:
-                        continue
-                    if rank not in files:
-                        shard = path_inside(manifest, shard_name(rank))
-                        file = stack.enter_context(storage.fetched(step, shard))
-                        files[rank] = stack.enter_context(safe_open(file, "pt"))
-                    view, inside = overlap
-                    part = files[rank].get_slice(name)[inside] if inside else None
-                    part = files[rank].get_tensor(name) if part is None else part
-                    if (part.shape, part.dtype) != (view.shape, view.dtype):
-                        raise CheckpointError(f"{name!r} has another shape or dtype than it states")
-                    view.copy_(part)
-                    left -= view.numel()
-                if left:
-                    raise CheckpointError(f"no file has all of {key!r}")
-    except (OSError, SafetensorError, CheckpointError) as error:
-        raise CheckpointError(
-            f"{storage.path(step)} is whole but could not be read: {explain(error)}. "
-            "The model may hold a part of it; build it anew before the next try."
-        ) from error
+    with ExitStack() as stack:
+        files: dict[int, Any] = {}
+        for key, tensor in tensors.items():
+            left = local(tensor).numel()
+            for rank, name, box in manifest["tensors"][key].get("chunks", []):
+                if (overlap := _overlap(tensor, box)) is None:
+                    continue
+                if rank not in files:
+                    shard = path_inside(manifest, shard_name(rank))
+                    file = stack.enter_context(storage.fetched(step, shard))
+                    files[rank] = stack.enter_context(safe_open(file, "pt"))
+                view, inside = overlap
+                view.copy_(files[rank].get_slice(name)[inside or ...])
+                left -= view.numel()
+            if left:  # memory that nothing was read into
+                raise CheckpointError(f"no file of {storage.path(step)} has all of {key!r}")
 
 
 def _overlap(tensor: Tensor, box: Any) -> tuple[Tensor, tuple[slice, ...]] | None:
     """Return the view of this rank's values that a chunk has, and where they are in the chunk."""
     offset, size = box_of(tensor)
-    view = local_of(tensor)
+    view = local(tensor)
     if box is None:  # a whole tensor
         box = (0,) * tensor.ndim, tuple(tensor.shape)
     starts = [max(a, b) for a, b in zip(offset, box[0], strict=True)]

@@ -42,7 +42,6 @@ from forgekit.checkpoints.state_dict import (
     check_optimizer_state,
     collect,
     copy_to_host,
-    local_of,
     merge,
     share_out,
 )
@@ -51,6 +50,7 @@ from forgekit.model.lora import check_unmerged
 from forgekit.ranks import CheckpointError, Ranks, explain
 from forgekit.safetensors_files import contents
 from forgekit.state import SaveHandle, TrainState
+from forgekit.tensors import local
 
 GROUP_NAME = "forgekit checkpoints"
 """Description of the process groups of saves, by which ``Health`` leaves their time-outs alone."""
@@ -165,8 +165,8 @@ def checkpoint_save(
     rule = keep if keep is None or isinstance(keep, Keep) else Keep(last=keep)
     if state.saves.is_averaged:
         raise ValueError(
-            "checkpoint_save was called within forgekit.averaged, where the average stands in the "
-            "place of the weights, which would be lost. Save before or after the block."
+            "checkpoint_save within forgekit.averaged would save the average in place of the "
+            "weights. Save before or after the block."
         )
     check_unmerged(state.model, "a checkpoint would hold the adapters twice")
     storage, ranks = storage_of(directory), ranks_of(state)
@@ -229,13 +229,7 @@ def ranks_of(state: TrainState) -> Ranks:
     if mesh is None or mesh.size() == 1:
         return Ranks()
     members = tuple(mesh.mesh.flatten().tolist())
-    default = dist.group.WORLD if dist.is_initialized() else None
-    if default is None or dist.get_rank() not in members:
-        raise CheckpointError(
-            f"this process is not one of the ranks {members} that hold the state, or its process "
-            "groups are gone. Save and load on every rank, before forgekit.shutdown()."
-        )
-    key = default, members
+    key = dist.group.WORLD, members
     if state.saves.group is None or state.saves.group[0] != key:
         # A save runs in a thread beside the collectives of training. On the group of training
         # both would take each other's messages, which aborts the process.
@@ -279,9 +273,9 @@ def _collect(state: TrainState, ranks: Ranks) -> tuple[dict[str, Tensor], dict[s
     # A rank may hold none of a member's parameters, as with pipelines; one rank is enough.
     for name in set.intersection(*(names for _, names in answers)):
         raise TypeError(
-            f"{name.partition(' ')[2]} has no state after step {state.step}. Kept anywhere but "
-            "in optimizer.state[parameter] it would be lost in a checkpoint: keep it there. If "
-            "it needs none, say so with stateless = True in its class."
+            f"{name.partition(' ')[2]} has no state after step {state.step}; kept anywhere but in "
+            "optimizer.state[parameter] it would be lost. If it needs none, say so with "
+            "stateless = True in its class."
         )
     return collected
 
@@ -319,9 +313,9 @@ def _write(
                         box = descriptions[rank]["boxes"][key]
                         chunks = manifest["tensors"][key].setdefault("chunks", [])
                         chunks.append([rank, chunk_name(key, box), box])
-                runs = (earlier["run"] for _, earlier in committed(storage) if "run" in earlier)
+                _, earlier = next(committed(storage), (None, {}))
                 manifest |= {
-                    "run": next(runs, None) or uuid.uuid4().hex,
+                    "run": earlier.get("run") or uuid.uuid4().hex,
                     "world": ranks.world,
                     "files": {name: entry for part in files for name, entry in part.items()},
                     "folder": inside,
@@ -341,7 +335,7 @@ def _write(
 
 def _write_shard(file: Path, tensors: dict[str, Tensor], boxes: dict[str, Any]) -> dict[str, Any]:
     """Write a safetensors file; return its size and checksum."""
-    parts = {key: local_of(tensor).contiguous() for key, tensor in tensors.items()}
+    parts = {key: local(tensor).contiguous() for key, tensor in tensors.items()}
     entries = {chunk_name(key, boxes[key]): (part.dtype, part.shape) for key, part in parts.items()}
     size, crc32 = 0, 0
     with file.open("wb") as stream:

@@ -16,8 +16,6 @@ under ``state.<field>.rank<rank>``; it loads on as many ranks as saved it.
 
 from __future__ import annotations
 
-import difflib
-import itertools
 import math
 import re
 from collections import Counter
@@ -30,17 +28,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import empty as distributed_empty
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
+from forgekit.checks import differences
 from forgekit.model.lora import lora_layers
 from forgekit.optim.average import average_of
 from forgekit.optim.chain import Chained
 from forgekit.ranks import CheckpointError
 from forgekit.safetensors_files import DTYPES
 from forgekit.state import TrainState
+from forgekit.tensors import box_of, local, named_tensors
 
-NAMES_SHOWN = 3
 PARTS = ("model", "optimizer", "fields")
 """What ``checkpoint_load`` can load alone; the fields are all else that a state holds."""
 
@@ -161,7 +160,7 @@ def rename(manifest: dict[str, Any], renames: Mapping[str, str]) -> dict[str, An
         renames: Names then by names now, of a tensor or of a module with all that is inside.
 
     Raises:
-        CheckpointError: If the checkpoint has no such name, or two get one name.
+        CheckpointError: If two get one name.
     """
     saved = [key.removeprefix("model.") for key in manifest["tensors"] if key.startswith("model.")]
     names = {}
@@ -169,9 +168,6 @@ def rename(manifest: dict[str, Any], renames: Mapping[str, str]) -> dict[str, An
         fitting = [new for new, old in renames.items() if f"{name}.".startswith(f"{old}.")]
         longest = max(fitting, key=lambda new: len(renames[new]), default=None)
         names[name] = name if longest is None else longest + name[len(renames[longest]) :]
-    for old in renames.values():
-        if not any(f"{name}.".startswith(f"{old}.") for name in saved):
-            raise CheckpointError(f"it has no {old!r} to rename")
     if twice := [new for new, count in Counter(names.values()).items() if count > 1]:
         raise CheckpointError(f"two of its names become {twice[0]!r}")
     keys = {p + old: p + new for p in ("model.", _AVERAGE) for old, new in names.items()}
@@ -218,28 +214,7 @@ def is_per_rank(state: TrainState, field: Any) -> bool:
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters and persistent buffers by key; tied parameters appear once."""
-    # state_dict also makes FSDP put back the shards of modules that are still gathered after an
-    # evaluation; until then named_parameters yields full tensors that the optimizer has never seen.
-    kept = model.state_dict(keep_vars=True)
-    persistent = {id(tensor) for tensor in kept.values()}
-    buffers = ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) in persistent)
-    named = itertools.chain(model.named_parameters(), buffers)
-    return {f"model.{name}": tensor.detach() for name, tensor in named}
-
-
-def box_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where this rank's part of a tensor begins in the whole, and its size."""
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.ndim, tuple(tensor.shape)
-    size, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    return tuple(offset), tuple(size)
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
 
 
 @torch.no_grad()
@@ -258,9 +233,9 @@ def copy_to_host(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict
         del buffers[key]
     for key, tensor in tensors.items():
         if key not in buffers or _layout(buffers[key]) != _layout(tensor):
-            pin = local_of(tensor).device.type != "cpu"
+            pin = local(tensor).device.type != "cpu"
             buffers[key] = torch.empty_like(tensor, device="cpu", pin_memory=pin)
-        local_of(buffers[key]).copy_(local_of(tensor), non_blocking=True)
+        local(buffers[key]).copy_(local(tensor), non_blocking=True)
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()  # the copies run beside the host until here
     return dict(buffers)
@@ -337,35 +312,38 @@ def find_mismatch(
         manifest: The checkpoint's manifest.
         optional: Fields that may be missing there; see ``optional_fields``.
     """
-    here, there = (_below("model.", d) | d["adapters"] | d["model"] for d in (described, manifest))
-    if text := _differences(here, there):
-        return (
-            f"is of another model: {text}. Build the model that was saved, give renames= where "
-            "only names changed, or choose another run directory"
-        )
-    if text := _differences(*(dict.fromkeys(d["optimizer"]) for d in (described, manifest))):
-        return (
-            f"is of an optimizer over other parameters: {text}. Build the optimizer over the "
-            "parameters that it had"
-        )
+    both, saved = (described, manifest), manifest["fields"]
     has_state = any(manifest["optimizer"].values())
-    if has_state and (text := _differences(described["steppers"], manifest["steppers"])):
-        return f"is of another optimizer: {text}. Build the optimizer that it had"
-    if has_average(described) and has_average(manifest):
-        here, there = (dict.fromkeys(_below(_AVERAGE, each)) for each in (described, manifest))
-        if text := _differences(here, there):
-            return f"has averages of other parameters: {text}. Train what was trained"
-    saved = manifest["fields"]
-    due = {
-        n: _holders(f) for n, f in described["fields"].items() if n in saved or n not in optional
-    }
-    if text := _differences(due, {name: _holders(saved[name]) for name in due if name in saved}):
-        return (
-            f"has other fields: {text}. Leave a field out with metadata={{'checkpoint': False}}, "
-            "mark one that later checkpoints will have with {'optional': True}, and resume on as "
-            "many ranks as saved what each rank has for itself, such as a stream's position"
-        )
-    return None
+    has_averages = has_average(described) and has_average(manifest)
+    due = [name for name in described["fields"] if name in saved or name not in optional]
+    compared = [
+        (
+            "is of another model: {}. Build the model that was saved, give renames= where only "
+            "names changed, or choose another run directory",
+            [_below("model.", each) | each["adapters"] | each["model"] for each in both],
+        ),
+        (
+            "is of an optimizer over other parameters: {}. Build the optimizer over the parameters "
+            "that it had",
+            [dict.fromkeys(each["optimizer"]) for each in both],
+        ),
+        (
+            "is of another optimizer: {}. Build the optimizer that it had",
+            [each["steppers"] if has_state else {} for each in both],
+        ),
+        (
+            "has averages of other parameters: {}. Train what was trained",
+            [dict.fromkeys(_below(_AVERAGE, each)) if has_averages else {} for each in both],
+        ),
+        (
+            "has other fields: {}. Leave a field out with metadata={{'checkpoint': False}}, mark "
+            "one that later checkpoints will have with {{'optional': True}}, and resume a stream "
+            "on as many ranks as saved it",
+            [{n: _holders(d["fields"][n]) for n in due if n in d["fields"]} for d in both],
+        ),
+    ]
+    texts = ((text, differences(*pair)) for text, pair in compared)
+    return next((text.format(difference) for text, difference in texts if difference), None)
 
 
 def encode(value: Any, key: str, tensors: dict[str, Tensor], label: str) -> Any:
@@ -393,10 +371,9 @@ def encode(value: Any, key: str, tensors: dict[str, Tensor], label: str) -> Any:
         tag = "$list" if type(value) is list else "$tuple"
         return {tag: [encode(v, f"{key}.{i}", tensors, label) for i, v in enumerate(value)]}
     raise TypeError(
-        f"{label} holds a {type(value).__name__} at {key} and cannot be saved. Checkpoints keep "
-        "tensors, numbers, strings, None, and lists, tuples and dicts of them (under numbers or "
-        "strings). Give it state_dict and load_state_dict, or leave it out with "
-        'attrs.field(metadata={"checkpoint": False}).'
+        f"{label} holds a {type(value).__name__} at {key}; checkpoints keep tensors, numbers, "
+        "strings, None, and lists, tuples and dicts of them. Give it state_dict and "
+        'load_state_dict, or leave it out with attrs.field(metadata={"checkpoint": False}).'
     )
 
 
@@ -507,15 +484,15 @@ def check_optimizer_state(state: TrainState) -> set[str]:
 
 def _check_inner(optimizer: Any) -> None:
     for name, value in vars(optimizer).items():
-        values = value.values() if isinstance(value, dict) else value
-        inside = values if isinstance(value, list | tuple | dict) else (value,)
-        for inner in (each for each in inside if isinstance(each, Optimizer)):
+        for inner in tree_leaves(value):
+            if not isinstance(inner, Optimizer):
+                continue
             if inner.state is not optimizer.state:
                 raise TypeError(
                     f"{type(optimizer).__name__} holds {type(inner).__name__} in {name!r}, whose "
-                    f"state is not that of {type(optimizer).__name__}: a checkpoint would keep "
-                    "none of it. Join optimizers with forgekit.chain_optimizers(first, second); a "
-                    "wrapper of one shares its state with self.state = optimizer.state."
+                    "state a checkpoint would not keep. Join optimizers with "
+                    "forgekit.chain_optimizers(first, second); a wrapper of one shares its state "
+                    "with self.state = optimizer.state."
                 )
             _check_inner(inner)
 
@@ -552,8 +529,8 @@ def _optimizer_parameters(state: TrainState) -> dict[str, nn.Parameter]:
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     for key in state.optimizer.state.keys() - set(parameters):
         raise TypeError(
-            f"the optimizer keeps state under {key!r:.80}, not one of its parameters, so it has no "
-            "name to be saved under. Keep it in optimizer.state[parameter]."
+            f"the optimizer keeps state under {key!r:.80}, not one of its parameters, so no "
+            "checkpoint would find it. Keep it in optimizer.state[parameter]."
         )
     return {names[parameter]: parameter for parameter in parameters}
 
@@ -567,10 +544,6 @@ def _steppers(state: TrainState) -> dict[str, str]:
 
 
 def _may_lack_state(optimizer: Any) -> bool:
-    if isinstance(optimizer, torch.optim.SGD) and not any(
-        group["momentum"] for group in optimizer.param_groups
-    ):
-        return True
     module = type(optimizer).__module__
     return getattr(optimizer, "stateless", False) or module.startswith(("torch.", "forgekit."))
 
@@ -604,9 +577,8 @@ def _encode_entries(
         is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
         if is_sharded and is_plain and value.ndim:
             raise TypeError(
-                f"{label} is a plain tensor of shape {tuple(value.shape)} beside a sharded "
-                "parameter, so nothing says which part of it this is. Make it with "
-                "torch.zeros_like(parameter)."
+                f"{label} is a plain tensor beside a sharded parameter, so nothing says which part "
+                "of it this is. Make it with torch.zeros_like(parameter)."
             )
         encoded[key] = encode(value, f"optimizer.{name}.{key}", tensors, label)
     return encoded
@@ -662,29 +634,3 @@ def _below(prefix: str, description: dict[str, Any]) -> dict[str, str]:
         for key, spec in description["tensors"].items()
         if key.startswith(prefix)
     }
-
-
-def _differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """Say what differs by name, of each kind the first few; nothing if all is equal."""
-    kinds = {
-        "it lacks ": [_with_nearest(name, there) for name in here if name not in there],
-        "only it has ": [repr(name) for name in there if name not in here],
-        "": [
-            f"{name!r} is {there[name]} there and {value} here"
-            for name, value in here.items()
-            if name in there and value != there[name]
-        ],
-    }
-    return "; ".join(
-        kind
-        + ", ".join(names[:NAMES_SHOWN])
-        + (f" and {len(names) - NAMES_SHOWN} more" if len(names) > NAMES_SHOWN else "")
-        for kind, names in kinds.items()
-        if names
-    )
-
-
-def _with_nearest(name: str, names: Iterable[str]) -> str:
-    """Write a name for a message, with the most similar one that is there."""
-    nearest = difflib.get_close_matches(name, [*names], n=1)
-    return f"{name!r} (nearest: {nearest[0]!r})" if nearest else f"{name!r}"

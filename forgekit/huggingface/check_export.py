@@ -42,9 +42,9 @@ def check_values(tensors: Mapping[str, Tensor], names: NameMap, directory: Path)
         paths = {one.file for one in stored.values()}
         files = {path: stack.enter_context(reading(path)) for path in paths}
         for name, tensor in tensors.items():
-            local, held = local_part(tensor)
+            values, held = local_part(tensor)
             for part in names.parts[name]:
-                if (overlap := overlaps(local, held, part)) is None:
+                if (overlap := overlaps(values, held, part)) is None:
                     continue
                 written = view_of(files[stored[part.key].file], part.key, overlap[1])
                 if not same_bits(written, overlap[0].to("cpu", written.dtype)):

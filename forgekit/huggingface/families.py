@@ -20,7 +20,7 @@ from forgekit.huggingface.names import Rule, cast, leave_out, pad, rename, stack
 from forgekit.huggingface.rope import read_rope, write_rope
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.transformer import TransformerSpec
-from forgekit.ranks import CheckpointError
+from forgekit.ranks import CheckpointError, explain
 
 Config = Mapping[str, Any]
 
@@ -100,35 +100,32 @@ class Family:
             max_seq_len: Longest sequence, if it is not to be the model's own.
 
         Raises:
-            CheckpointError: If it has what a ``Transformer`` has not, or a size is missing.
+            CheckpointError: If it has what a ``Transformer`` has not.
+            KeyError: If a size is missing.
+            ValueError: If sizes do not fit together.
         """
         config = {**self.defaults, **config}
-        try:
-            length = max_seq_len or config["max_position_embeddings"]
-            _check_supported(config, length)
-            theta, scaling = read_rope(config, self.theta)
-            dim, heads = config["hidden_size"], config["num_attention_heads"]
-            kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
-            return TransformerSpec(
-                vocab_size=config["vocab_size"],
-                dim=dim,
-                layers=config["num_hidden_layers"],
-                heads=heads,
-                kv_heads=heads if kv_heads is None else kv_heads,
-                ffn_dim=config["intermediate_size"],
-                max_seq_len=length,
-                qk_norm=self.has_qk_norm,
-                tied=_flag(config, "tie_word_embeddings"),
-                rope_theta=theta,
-                norm_eps=config.get("rms_norm_eps", 1e-6),
-                moe=self._read_moe(config) if self.experts else None,
-                head_dim=None if head_dim is None or head_dim * heads == dim else head_dim,
-                rope_scaling=scaling,
-            )
-        except KeyError as error:
-            raise CheckpointError(f"config.json of a {self.name} model has no {error}.") from None
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"config.json of a {self.name} model: {error}") from None
+        length = max_seq_len or config["max_position_embeddings"]
+        _check_supported(config, length)
+        theta, scaling = read_rope(config, self.theta)
+        dim, heads = config["hidden_size"], config["num_attention_heads"]
+        kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
+        return TransformerSpec(
+            vocab_size=config["vocab_size"],
+            dim=dim,
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            ffn_dim=config["intermediate_size"],
+            max_seq_len=length,
+            qk_norm=self.has_qk_norm,
+            tied=_flag(config, "tie_word_embeddings"),
+            rope_theta=theta,
+            norm_eps=config.get("rms_norm_eps", 1e-6),
+            moe=self._read_moe(config) if self.experts else None,
+            head_dim=None if head_dim is None or head_dim * heads == dim else head_dim,
+            rope_scaling=scaling,
+        )
 
     def write(self, spec: TransformerSpec) -> dict[str, Any]:
         """Write the keys that a spec decides; ``read`` gives the spec back, if the family has it.
@@ -148,9 +145,9 @@ class Family:
         if spec.moe is not None and self.experts:
             config |= self._write_moe(spec, spec.moe)
         try:
-            different = differences(self.read(config), spec)
-        except CheckpointError as error:
-            different = [str(error)]
+            different = compare_specs(self.read(config), spec)
+        except (CheckpointError, KeyError, TypeError, ValueError) as error:
+            different = [explain(error)]
         if spec.moe is not None and spec.moe.capacity is not None:
             different.append(f"moe.capacity is {spec.moe.capacity}, and none drops tokens")
         if different:
@@ -203,7 +200,7 @@ def _sizes(spec: TransformerSpec) -> dict[str, Any]:
     }
 
 
-def differences(stored: TransformerSpec, built: TransformerSpec) -> list[str]:
+def compare_specs(stored: TransformerSpec, built: TransformerSpec) -> list[str]:
     """The first few things that two specs compute differently, in words.
 
     Not their context, dropout or router terms.
@@ -244,19 +241,14 @@ def family_of(config: Config) -> Family:
     if (family := family_named(str(config.get("model_type")))) is not None:
         return family
     raise CheckpointError(
-        f"config.json: model_type is {brief(config.get('model_type'))} (architectures "
-        f"{brief(config.get('architectures'))}), which is not known here; known are "
+        f"config.json: model_type {brief(config.get('model_type'))} is none of "
         f"{', '.join(family.name for family in FAMILIES)}. A model of your own is read with names=."
     )
 
 
 def family_named(name: str) -> Family | None:
-    """Return a family by its ``model_type`` or its class, however it is written."""
-    plain = name.lower().replace("-", "_").removesuffix("forcausallm")
-    for family in FAMILIES:
-        if plain in (family.name, family.architecture.lower().removesuffix("forcausallm")):
-            return family
-    return None
+    """Return a family by its ``model_type`` or its class."""
+    return next((one for one in FAMILIES if name in (one.name, one.architecture)), None)
 
 
 def rules(family: Family, spec: TransformerSpec, rows: int) -> Iterator[Rule]:
@@ -298,7 +290,7 @@ def _feed_forward(name: str, key: str) -> Iterator[Rule]:
 
 def _flag(config: Config, key: str) -> bool:
     if not isinstance(value := config.get(key), bool | None):  # "false" would be true
-        raise ValueError(f"{key} is {brief(value)}; it must be true or false.")
+        raise CheckpointError(f"config.json: {key} is {brief(value)}; it must be true or false.")
     return bool(value)
 
 
@@ -307,7 +299,9 @@ def _check_supported(config: Config, length: int) -> None:
     types = config.get("layer_types") or ()
     more = [(key, has[0]) for key, has in SUPPORTED.items() if config.get(key, has[0]) not in has]
     for key, only in [*more, *(("layer_types", FULL) for kind in types if kind not in KINDS)]:
-        raise ValueError(f"{key} is {brief(config[key])}, and a Transformer has only {only!r}.")
+        raise CheckpointError(
+            f"config.json: {key} is {brief(config[key])}, and a Transformer has only {only!r}."
+        )
     # Where a family has no switch, as Mistral, a window is on; where it has none of the layers'
     # numbers, as Qwen3-MoE, it is that of every layer. Else layer_types count, and without them
     # the layers from max_window_layers on have it.
@@ -317,10 +311,9 @@ def _check_supported(config: Config, length: int) -> None:
         slides = slides and (SLIDING in types if types else is_left)
     window = config.get("sliding_window")
     if slides and window is not None and window < length:
-        raise ValueError(
-            f"sliding_window is {window} and the context {length}, and a Transformer's attention "
-            "sees all of it. Shorten the context: "
-            f"huggingface_spec(directory, max_seq_len={window})."
+        raise CheckpointError(
+            f"sliding_window is {window} and the context {length}, of which a Transformer sees "
+            f"all. Shorten it: huggingface_spec(directory, max_seq_len={window})."
         )
 
 
@@ -333,7 +326,7 @@ def _routed_blocks(config: Config) -> dict[str, int]:
     routed = [n for n in range(layers) if n not in dense and (n + 1) % step == 0]
     every = routed[1] - routed[0] if len(routed) > 1 else layers
     if not routed or routed != [*range(routed[0], layers, every)]:
-        raise ValueError(
+        raise CheckpointError(
             f"mlp_only_layers {dense} with decoder_sparse_step {step} give the blocks {routed} "
             "experts; they must follow each other in equal steps up to the last."
         )

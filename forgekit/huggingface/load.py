@@ -14,13 +14,11 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from forgekit.checks import path_of
+from forgekit.checks import differences, path_of
 from forgekit.files import restore_replaced
-from forgekit.huggingface.families import Family, differences, family_of, rules
-from forgekit.huggingface.names import Box, NameMap, Part, named_tensors
+from forgekit.huggingface.families import Family, compare_specs, family_of, rules
+from forgekit.huggingface.names import Box, NameMap, Part
 from forgekit.huggingface.safetensors_files import (
     Stored,
     read_json,
@@ -34,7 +32,8 @@ from forgekit.lora.adapters import reset_magnitudes
 from forgekit.model.initial import copy_full
 from forgekit.model.nf4 import is_packed
 from forgekit.model.transformer import Transformer, TransformerSpec
-from forgekit.ranks import CheckpointError, ranks_sharing
+from forgekit.ranks import CheckpointError, explain, ranks_sharing
+from forgekit.tensors import box_of, local, named_tensors
 
 IGNORED = ".rotary_emb.inv_freq"
 """End of names that old directories hold and nobody reads: computed from config.json."""
@@ -67,8 +66,12 @@ def huggingface_spec(
         ...     huggingface_spec(folder).dim
         8
     """
-    config = read_config(restore_replaced(path_of("directory", directory)))
-    return family_of(config).read(config, max_seq_len)
+    path = restore_replaced(path_of("directory", directory))
+    config = read_config(path)
+    try:
+        return family_of(config).read(config, max_seq_len)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"the config.json of {path}: {explain(error)}.") from None
 
 
 def load_huggingface(
@@ -101,8 +104,7 @@ def load_huggingface(
     tensors = named_tensors(model)
     if on_meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise ValueError(
-            f"{on_meta[0]!r} is on meta and has no memory to be read into. Call parallelize first, "
-            "or model.to_empty(device=...)."
+            f"{on_meta[0]!r} is on meta and has no memory to be read into. Call parallelize first."
         )
     ranks = ranks_sharing(tensors.values())
     held = {name for one in ranks.each(lambda: [*tensors]) for name in one}
@@ -144,35 +146,21 @@ def check_stored(names: NameMap, stored: Mapping[str, Stored], where: Path) -> N
         CheckpointError: If tensors are missing, too many, or of another shape.
     """
     shapes = {key: one.shape for key, one in stored.items() if not key.endswith(IGNORED)}
-    problems = {
-        "it lacks": [key for key in names.shapes if key not in shapes],
-        "only it has": [key for key in shapes if key not in names.shapes],
-        "shapes differ:": [
-            f"{key!r} is {shapes[key]} there and {shape} here"
-            for key, shape in names.shapes.items()
-            if shapes.get(key, shape) != shape
-        ],
-    }
-    if sentences := [f"{kind} {', '.join(keys[:3])}" for kind, keys in problems.items() if keys]:
-        raise CheckpointError(f"{where} does not fit the model: {'; '.join(sentences)}.")
+    if different := differences(names.shapes, shapes):
+        raise CheckpointError(f"{where} does not fit the model: {different}.")
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
     """What a rank holds of a tensor, and which box of the whole that is."""
-    if not isinstance(tensor, DTensor):
-        return tensor, tuple((0, size) for size in tensor.shape)
-    shape, offset = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
-    box = tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
-    return tensor.to_local(), box
+    pairs = zip(*box_of(tensor), strict=True)
+    return local(tensor), tuple((start, start + size) for start, size in pairs)
 
 
-def overlaps(local: Tensor, box: Box, part: Part) -> tuple[Tensor, Box] | None:
+def overlaps(values: Tensor, box: Box, part: Part) -> tuple[Tensor, Box] | None:
     """Find what of a part a rank holds.
 
     Args:
-        local: The rank's values.
+        values: The rank's values.
         box: Where they are in the whole tensor.
         part: A part of the whole tensor.
 
@@ -183,7 +171,7 @@ def overlaps(local: Tensor, box: Box, part: Part) -> tuple[Tensor, Box] | None:
     shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, part.box, strict=True)]
     if any(start >= stop for start, stop in shared):
         return None
-    view = local[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, box, strict=True))]
+    view = values[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, box, strict=True))]
     view = view[0] if part.is_stacked else view
     view = view.mT if part.is_transposed else view
     # From where the box begins in the model's tensor to where it does on disk.
@@ -212,7 +200,7 @@ def _check(
         if not is_same:
             raise CheckpointError(
                 f"{path}: tie_word_embeddings is true and {HEAD} differs from {EMBEDDING}, so one "
-                f"of them would be lost. Set it to false, or remove {HEAD}."
+                "of them would be lost."
             )
         del stored[HEAD]
     check_stored(names, stored, path)
@@ -223,8 +211,8 @@ def _check(
             if dtype.is_floating_point != (tensor.is_floating_point() or is_packed(tensor)):
                 here, there = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
                 raise CheckpointError(
-                    f"{part.key!r} holds {there} and the model's is {here}; neither scales nor "
-                    "packing are undone here. Name a directory of the weights as they were trained."
+                    f"{part.key!r} holds {there} and the model's is {here}: quantized weights are "
+                    "not unpacked here."
                 )
     return names, stored
 
@@ -244,9 +232,9 @@ def _names_of(model: nn.Module, path: Path) -> NameMap:
     stored = family.read(config, spec.max_seq_len)
     rows = stored.vocab_size  # of a padded vocabulary the first ones
     unpadded = attrs.evolve(spec, vocab_size=rows) if spec.vocab_size > rows else spec
-    if different := differences(stored, unpadded):
+    if different := compare_specs(stored, unpadded):
         raise CheckpointError(
-            f"{path} is of another model: {', '.join(different)}. Build the model with "
+            f"{path} is of another model: {', '.join(different)}. Build it with "
             "forgekit.huggingface_spec(directory)."
         )
     return name_map(family, spec, rows)
@@ -263,21 +251,18 @@ def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str
         if is_packed(tensor):
             packed[name] = tensor
             continue
-        local, held = local_part(tensor)
+        values, held = local_part(tensor)
         if name in names.padded and held:
-            local[max(names.padded[name] - held[0][0], 0) :].zero_()
+            values[max(names.padded[name] - held[0][0], 0) :].zero_()
         for part in names.parts[name]:
-            if (overlap := overlaps(local, held, part)) is not None:
+            if (overlap := overlaps(values, held, part)) is not None:
                 boxes.setdefault(stored[part.key].file, []).append((part.key, *overlap))
     for path, targets in boxes.items():
         with reading(path) as file:
             for key, target, box in targets:
                 target.copy_(view_of(file, key, box))
                 if target.is_floating_point() and not _is_finite(target):
-                    raise CheckpointError(
-                        f"{key!r} in {path} holds values that are not finite; fetch it again, or "
-                        "name another base."
-                    )
+                    raise CheckpointError(f"{key!r} in {path} holds values that are not finite.")
     for name, tensor in packed.items():
         # The mean of all its values goes into each piece: a rank reads the whole, one at a time.
         parts = names.parts[name]

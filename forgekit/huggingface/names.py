@@ -10,7 +10,6 @@ and a writer puts the boxes together.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -19,7 +18,8 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from forgekit.checks import brief, check_integers
+from forgekit.checks import brief
+from forgekit.tensors import named_tensors
 
 T = TypeVar("T")
 Box = tuple[tuple[int, int], ...]
@@ -188,7 +188,7 @@ class NameMap:
             if part.name in names or starts_anew or len(shape) != len(stops):
                 raise ValueError(
                     f"{names[0]!r} and {part.name!r} are both {part.key!r} on disk, in the same "
-                    "position; give them names of their own, or split them."
+                    "position."
                 )
             stops = tuple(map(max, shape, stops))
         names.append(part.name)
@@ -197,15 +197,7 @@ class NameMap:
             self.dtypes[part.key] = rule.dtype
 
 
-def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by name; a tied one under its first name only."""
-    kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
-    named = itertools.chain(model.named_parameters(), model.named_buffers())
-    return {name: tensor.detach() for name, tensor in named if id(tensor) in kept}
-
-
 def _checked(rule: Rule) -> Rule:
-    check_integers(dim=(rule.dim, 0))
     stars = {pattern: pattern.count("*") for pattern in (*rule.names, *rule.keys)}
     if len(set(stars.values())) > 1:
         raise ValueError(f"patterns of a rule must have the same number of *; they have {stars}.")
@@ -221,10 +213,9 @@ def _matches(
     for name in tensors:
         matching = [(r, m, one) for r, regex, one in patterns if (m := regex.fullmatch(name))]
         if len(matching) != 1:
-            count = f"match {[one for *_, one in matching]}" if matching else "match no rule"
             raise ValueError(
-                f"{name!r} must match one rule of the name map, and does {count}. Add "
-                f"{'a rule, or leave_out(...)' if not matching else 'narrower patterns'}."
+                f"{name!r} must match one rule of the name map, or leave_out(...); it matches "
+                f"{[one for *_, one in matching]}."
             )
         ((rule, match, pattern),) = matching
         used.add(pattern)

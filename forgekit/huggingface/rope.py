@@ -13,6 +13,7 @@ from typing import Any
 
 from forgekit.checks import brief
 from forgekit.model.rope_scaling import RopeScaling
+from forgekit.ranks import CheckpointError
 
 NUMBERS = MappingProxyType(
     {
@@ -35,27 +36,20 @@ def read_rope(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScali
         theta: The base if it does not say.
 
     Raises:
-        ValueError: If the two spellings differ, or it is a kind that a ``Transformer`` does not
-            have.
+        CheckpointError: If the two spellings differ, or a ``Transformer`` does not have the kind.
     """
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     old = {"rope_theta": config["rope_theta"], **old} if "rope_theta" in config else dict(old)
     for key in [key for key in old if key in new and old[key] != new[key]]:
-        raise ValueError(
-            f"{key} is {old[key]} and in rope_parameters {new[key]}. Remove the one that the model "
-            "was not trained with."
-        )
+        raise CheckpointError(f"{key} is {old[key]} and in rope_parameters {new[key]}.")
     fields = {key: value for key, value in {**old, **new}.items() if value is not None}
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind != "default" and kind not in NUMBERS:
-        raise ValueError(
-            f"rope_type is {brief(kind)}, which a Transformer does not have; it has "
-            f"{', '.join(NUMBERS)}."
-        )
+        raise CheckpointError(f"rope_type is {brief(kind)}; a Transformer has {[*NUMBERS]}.")
     if fields.get("partial_rotary_factor") == 1:  # all channels of a head turn
         del fields["partial_rotary_factor"]
     for key in sorted(fields.keys() - OTHERS - {*NUMBERS.get(kind, ())}):
-        raise ValueError(
+        raise CheckpointError(
             f"the rotary settings of type {kind!r} have {key} {brief(fields[key])}, which a "
             "Transformer's have not; they are one set for all layers."
         )

@@ -56,8 +56,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
     if not index.exists() and not (directory / SINGLE).exists():
         raise CheckpointError(
             f"{directory} has neither {SINGLE} nor {INDEX}; it has "
-            f"{brief(sorted(path.name for path in directory.iterdir()))}. Save the model with "
-            "save_pretrained(..., safe_serialization=True)."
+            f"{brief(sorted(path.name for path in directory.iterdir()))}."
         )
     listed = read_json(index)["weight_map"] if index.exists() else None
     stored: dict[str, Stored] = {}
@@ -78,7 +77,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         name = next(name for name in {**listed, **files} if listed.get(name) != files.get(name))
         raise CheckpointError(
             f"{index} says that {name!r} is in {listed.get(name, 'no file')}, and it is in "
-            f"{files.get(name, 'no file')}. Index and files are not of one save; fetch them again."
+            f"{files.get(name, 'no file')}: they are not of one save."
         )
     return stored
 

@@ -24,11 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forgekit.checks import brief, path_of, wrong_type
+from forgekit.checks import brief, path_of
 from forgekit.files import atomic_directory
 from forgekit.huggingface.check_export import check_logits as compare_logits
 from forgekit.huggingface.check_export import check_values
-from forgekit.huggingface.families import FAMILIES, Family, differences, family_named, family_of
+from forgekit.huggingface.families import (
+    FAMILIES,
+    Family,
+    compare_specs,
+    family_named,
+    family_of,
+)
 from forgekit.huggingface.load import (
     check_named,
     huggingface_spec,
@@ -37,7 +43,7 @@ from forgekit.huggingface.load import (
     overlaps,
     read_config,
 )
-from forgekit.huggingface.names import NameMap, Part, named_tensors
+from forgekit.huggingface.names import NameMap, Part
 from forgekit.huggingface.safetensors_files import (
     INDEX,
     SINGLE,
@@ -54,7 +60,7 @@ from forgekit.huggingface.transformers_models import transformers_config, transf
 from forgekit.model.lora import LoraLinear, adapter_names, lora_layers
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks, all_ranks
-from forgekit.tensors import full
+from forgekit.tensors import full, named_tensors
 
 WRITER = "forgekit_version"
 """Key of a config.json by which a directory that was written here is known."""
@@ -101,15 +107,13 @@ def save_huggingface(
             a ``Transformer``'s too, by the first rank, which holds both models then.
 
     Raises:
-        TypeError: If an argument is of a wrong type.
+        TypeError: If nobody knows the names of the model on disk.
         ValueError: If ``like`` is not known.
         CheckpointError: If the directory holds anything else, the model is none of that family, the
             tokenizer has more tokens than the model, a file cannot be written, or what is read back
             differs. The same on every rank; nothing stands under the name then.
     """
     path = path_of("directory", directory)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise wrong_type("dtype", dtype, "a torch.dtype such as torch.bfloat16")
     spec = model.spec if isinstance(model, Transformer) and names is None else None
     check_named(model, names)
     family, config, source = _resolve(like)
@@ -144,7 +148,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
     if apart := [name for name, layer in layers.items() if not layer.bases]:
         raise CheckpointError(
             f"{apart[0]!r} has an adapter that is not merged into its weight. Call "
-            "forgekit.merge_lora(model) first, or write the adapter: forgekit.save_adapter."
+            "forgekit.merge_lora(model) first, or forgekit.save_adapter."
         )
     tensors = {name: t for name, t in named_tensors(model).items() if name not in factors}
     for name, layer in layers.items():
@@ -166,10 +170,8 @@ def _resolve(like: Any) -> tuple[Family | None, dict[str, Any], Path | None]:
             families = ", ".join(family.name for family in FAMILIES)
             raise ValueError(f"like is {brief(like)}: no directory, and no family of {families}.")
         config = read_config(source)
-    elif isinstance(like, Mapping) or hasattr(like, "to_dict"):
-        config = dict(like if isinstance(like, Mapping) else like.to_dict())
     else:
-        raise wrong_type("like", like, "a family's name, a directory, or a configuration")
+        config = dict(like if isinstance(like, Mapping) else like.to_dict())
     return family_named(str(config.get("model_type"))), config, source
 
 
@@ -189,8 +191,7 @@ def _describe(
     rows = spec.vocab_size
     if tokens is not None and tokens > rows:
         raise CheckpointError(
-            f"the tokenizer has {tokens} tokens and the model {rows} rows for them; pass the "
-            "tokenizer that it was trained with."
+            f"the tokenizer has {tokens} tokens and the model {rows} rows for them."
         )
     if 0 < base.get("vocab_size", rows) < rows:
         rows = max(base["vocab_size"], tokens or 0)
@@ -209,7 +210,7 @@ def _describe(
 
 def _check_spec(spec: TransformerSpec, directory: Path) -> None:
     """Compare a model's spec with that of the files; a vocabulary may have lost its padding."""
-    written = differences(huggingface_spec(directory), spec)
+    written = compare_specs(huggingface_spec(directory), spec)
     if different := [one for one in written if not one.startswith("vocab_size")]:
         raise CheckpointError(f"config.json was read back as another model: {different}.")
 
@@ -237,8 +238,8 @@ def _plan(
         owners = {name: (rank, *entry) for name, entry in entries.items()} | owners
     if unnamed := [name for name in owners if name not in names.parts]:
         raise CheckpointError(
-            f"the model has {unnamed[0]!r}, which has no name on disk. Merge adapters before the "
-            "export, or pass names= with a rule for it."
+            f"the model has {unnamed[0]!r}, which has no name on disk. Pass names= with a rule "
+            "for it."
         )
     if lost := [name for name, parts in names.parts.items() if parts and name not in owners]:
         raise CheckpointError(f"no rank has {lost[0]!r}, which has a name on disk.")

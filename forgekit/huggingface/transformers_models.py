@@ -16,9 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from forgekit.checks import path_of
 from forgekit.environment import require
-from forgekit.huggingface.names import NameMap, Rule, join, named_tensors, rename, stack
+from forgekit.huggingface.names import NameMap, Rule, join, rename, stack
 from forgekit.huggingface.safetensors_files import read_json
 from forgekit.ranks import CheckpointError
+from forgekit.tensors import named_tensors
 
 QWEN = ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "mlp.experts.{}.down_proj")
 MIXTRAL = (

@@ -108,16 +108,14 @@ def add_chosen(model: nn.Module, chosen: Sequence[Adapter], base: Base | None = 
     if was_parallelized(model) or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(
             f"{type(model).__name__} went through parallelize, and gradients of adapters that are "
-            "added now would never be summed: each rank would train its own. Call "
-            "forgekit.add_lora or load_adapter before forgekit.parallelize(model, mesh)."
+            "added now would never be summed. Add or load adapters before forgekit.parallelize."
         )
     matrices = find_matrices(model)
     shared = _shared_weights(model)
     for adapter in chosen:
         if problem := _problem(model, matrices[adapter.name], adapter, shared, packs=packs):
             raise ValueError(
-                f"{adapter.name!r} {problem}. Narrow the pattern; add_lora may be called again, "
-                "with other options, for other matrices."
+                f"{adapter.name!r} {problem}. Narrow the pattern, or add it with other options."
             )
     for adapter in chosen:
         layer, path = find_matrices(model)[adapter.name], adapter.name
@@ -240,7 +238,7 @@ def relora(state: StateT, *, every: int) -> StateT:
     if any(is_packed(getattr(layer, matrix)) for layer in layers for matrix in layer.adapters):
         raise ValueError(
             'the base is packed (add_lora(base="nf4")), and a merge into four bits would round '
-            "away what the adapters learned. Train without relora, or leave base out."
+            "away what the adapters learned."
         )
     if state.step and state.step % every == 0:
         reshard(state.model)
@@ -291,8 +289,7 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> list[str]:
             ends = dict.fromkeys(name.rpartition(".")[2] for name in matrices)
             raise ValueError(
                 f"the pattern {pattern!r} matches no linear layer and no stack of experts; their "
-                f"names end in {quoted(ends)}. The output projection of a tied model is its "
-                "embedding, and has no adapter: build the model with tied=False."
+                f"names end in {quoted(ends)}. The head of a tied model is its embedding."
             )
         chosen |= matching
     return [name for name in matrices if name in chosen]
@@ -306,7 +303,7 @@ def _by_name(names: list[str], patterns: Mapping[str, float], default: float) ->
         if not matching:
             raise ValueError(
                 f"the pattern {pattern!r} matches none of the {len(names)} matrices that get an "
-                f"adapter (first: {names[0]!r}). Correct it or leave it out."
+                f"adapter (first: {names[0]!r})."
             )
         values |= dict.fromkeys(matching, value)
     return values
@@ -333,10 +330,10 @@ def _problem(
         return f"is {kind}; its adapter takes no dropout"
     if isinstance(layer, Experts) and adapter.dora:
         return f"is {kind}; its adapter takes no dora"
-    if (packs or adapter.dropout) and any(t.batch_invariant for t in transformers):
-        return "is in a batch_invariant model, which takes neither dropout nor a packed base"
     if packs and kind:
         return f'is {kind}, and base="nf4" packs other linear layers alone'
+    if (packs or adapter.dropout) and any(t.batch_invariant for t in transformers):
+        return "is in a batch_invariant model, which takes neither dropout nor a packed base"
     if packs and isinstance(layer, nn.Linear) and layer.weight.numel() % PIECE:
         shape = [*layer.weight.shape]
         return f'is {shape}; base="nf4" packs {PIECE} values together, which must divide theirs'

@@ -33,7 +33,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from forgekit.checks import parse_json, path_of, quoted
+from forgekit.checks import differences, parse_json, path_of, quoted
 from forgekit.files import atomic_directory, read_regular, restore_replaced
 from forgekit.lora.adapters import add_chosen, find_matrices, reshard
 from forgekit.model.initial import copy_full
@@ -74,9 +74,16 @@ UNSUPPORTED = (
     *("layer_replication", "use_qalora", "use_bdlora", "alora_invocation_tokens"),
     *("arrow_config", "kasa_config", "velora_config", "monteclora_config"),
 )
-"""Entries of a config that change what is computed and have no counterpart here."""
-INITS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Initial values of factors that leave the base as it was; others subtract from its weights."""
+SUPPORTED = MappingProxyType(
+    {
+        "peft_type": ("LORA",),
+        "bias": ("none", None),
+        # Other initial values of factors are subtracted from the weights of the base.
+        "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+        **dict.fromkeys(UNSUPPORTED, (None, False, [], {})),
+    }
+)
+"""Values of entries of a config; others change what is computed and have no counterpart here."""
 
 Key = tuple[str, str]
 """A matrix, and a part of its adapter: A, B, m (magnitude); or W, the base's own weight."""
@@ -97,7 +104,7 @@ def save_adapter(
         base: Name of the base model, or its directory, for readers who open it.
 
     Raises:
-        ValueError: If there is no adapter, it is merged, or other parameters are trained too.
+        ValueError: If it is merged, or other parameters are trained too.
         CheckpointError: If adapters differ in what the file says once (DoRA), or the directory
             holds other files. On every rank.
     """
@@ -107,15 +114,10 @@ def save_adapter(
     beside = [n for n, p in model.named_parameters() if p.requires_grad and n not in names]
     held = ranks.each(lambda: (_adapters(model), beside, [*parameters]))
     adapters = {name: adapter for one, *_ in held for name, adapter in one.items()}
-    if not adapters:
-        raise ValueError(
-            f"{type(model).__name__} has no adapter to save; forgekit.add_lora adds some."
-        )
     if trained := list(dict.fromkeys(name for _, others, _ in held for name in others)):
         raise ValueError(
             f"{len(trained)} trained parameters (first: {trained[0]!r}) are no part of an adapter "
-            "and would be lost. Freeze them (requires_grad_(False)), or save the whole model with "
-            "forgekit.checkpoint_save."
+            "and would be lost. Freeze them, or use forgekit.checkpoint_save."
         )
     reshard(model)
     whole = {key: full(parameter.detach()).cpu() for key, parameter in parameters.items()}
@@ -168,8 +170,11 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     def read() -> tuple[dict[str, Adapter], dict[Key, Tensor]]:
         config, files = _read_config(path / CONFIG), _read_tensors(path / TENSORS)
         adapters, tensors = from_peft(config, files, shapes, held, is_transformer=is_transformer)
-        if held:
-            _check_alike(adapters, held)
+        if held and (different := differences(_describe(held), _describe(adapters))):
+            raise CheckpointError(
+                f"{different}. Add the same adapters with forgekit.add_lora, before "
+                "forgekit.parallelize."
+            )
         return adapters, tensors
 
     try:
@@ -203,7 +208,7 @@ def to_peft(
     if len(by_dora) > 1:
         raise CheckpointError(
             f"{by_dora[True]!r} has DoRA and {by_dora[False]!r} has not; peft's files say it once "
-            "for all. Add all adapters alike, or keep them with forgekit.checkpoint_save."
+            "for all. Use forgekit.checkpoint_save."
         )
     if is_transformer:
         adapters, tensors = _fuse(adapters, tensors)
@@ -261,8 +266,8 @@ def from_peft(
                 tensors[name, "W"] = tensor
         elif part is None or path == key:
             raise CheckpointError(
-                f"it holds {key!r}; names are {PREFIX}<matrix> with one of the ends "
-                f"{quoted(ENDS.values())}. Other parts of peft have no counterpart here."
+                f"it holds {key!r}, which is no {PREFIX}<matrix> with one of the ends "
+                f"{quoted(ENDS.values())}."
             )
         else:
             paths.setdefault(path.removesuffix(ENDS[part]), {})[part] = tensor
@@ -312,19 +317,13 @@ def _key_of(
     if not keys:
         tied = "; of a tied model build it with tied=False" if path == HEAD else ""
         raise CheckpointError(
-            f"it has an adapter of {path!r}, which this model does not have{tied}. It is an "
-            "adapter for another base."
+            f"it has an adapter of {path!r}, which this model does not have{tied}."
         )
     if path != stem or has_both:
         return f"{stem}.{'gate_up_proj' if path != stem else 'down_proj'}"
     targets = config.get("target_parameters") or ()
-    named = [key for key in keys if any(f".{key}".endswith(f".{target}") for target in targets)]
-    if len(named) != 1:
-        raise CheckpointError(
-            f"it has one adapter under {path!r}, and target_parameters {targets} name "
-            f"{len(named)} of its matrices; so nothing says whose it is."
-        )
-    return named[0]
+    (key,) = [key for key in keys if any(f".{key}".endswith(f".{target}") for target in targets)]
+    return key
 
 
 def _fuse(
@@ -371,10 +370,6 @@ def _split(
             if up:
                 yield _evolve(fused, names[1], up), {"A": low[:, -up:], "B": below[..., -up:]}
             return
-    raise CheckpointError(
-        f"it has one adapter of rank {rank} for gate and up of {names[0]!r}, and the model two of "
-        f"ranks {choices[0]}. Load it into a model without adapters."
-    )
 
 
 def _evolve(adapter: Adapter, name: str, rank: int) -> Adapter:
@@ -423,44 +418,24 @@ def _check_shapes(key: str, parts: Mapping[str, Tensor], expected: Mapping[str, 
     shapes = {part: tuple(tensor.shape) for part, tensor in parts.items()}
     if shapes != expected:
         raise CheckpointError(
-            f"it has {shapes} for {key!r}; this model and the config's ranks need "
-            f"{dict(expected)}. It is an adapter for another base, or was changed."
+            f"it has {shapes} for {key!r}; this model and the config's ranks need {dict(expected)}."
         )
 
 
-def _check_alike(adapters: Mapping[str, Adapter], held: Mapping[str, Adapter]) -> None:
-    for name in {**held, **adapters}:
-        stored, added = (_describe(of.get(name)) for of in (adapters, held))
-        if stored != added:
-            raise CheckpointError(
-                f"it has {stored} for {name!r}; the model has {added}. Add the same with "
-                "forgekit.add_lora, before forgekit.parallelize."
-            )
-
-
-def _describe(adapter: Adapter | None) -> str:
-    if adapter is None:
-        return "no adapter"
-    return f"rank {adapter.rank}, scale {adapter.scale:.9g} and dora={adapter.dora}"
+def _describe(adapters: Mapping[str, Adapter]) -> dict[str, str]:
+    return {
+        name: f"rank {adapter.rank}, scale {adapter.scale:.9g} and dora={adapter.dora}"
+        for name, adapter in adapters.items()
+    }
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     config = parse_json(read_regular(path))
-    if (kind := config.get("peft_type")) != "LORA":
-        raise CheckpointError(f"{CONFIG} has the peft_type {kind!r}; adapters here are 'LORA'.")
-    used = {name: config[name] for name in UNSUPPORTED if config.get(name)}
-    if config.get("bias", "none") != "none":
-        used["bias"] = config["bias"]
+    used = {n: config.get(n) for n, values in SUPPORTED.items() if config.get(n) not in values}
     if used:
         raise CheckpointError(
             f"{CONFIG} has {', '.join(f'{n}={v!r}' for n, v in used.items())}, which has no "
             "counterpart here. Merge the adapter with peft, and start from the merged model."
-        )
-    if (initial := config.get("init_lora_weights")) not in INITS:
-        raise CheckpointError(
-            f"{CONFIG} has init_lora_weights={initial!r}, so it is an adapter of another base: "
-            "peft changes the weights where one begins so. Convert it with peft "
-            "(save_pretrained(path_initial_model_for_weight_conversion=...)), or merge it there."
         )
     return config
 

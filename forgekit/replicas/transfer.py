@@ -14,7 +14,6 @@ from forgekit.checkpoints.state_dict import (
     allocate,
     collect,
     find_mismatch,
-    local_of,
     merge,
     optional_fields,
     restore,
@@ -22,6 +21,7 @@ from forgekit.checkpoints.state_dict import (
 from forgekit.checks import brief
 from forgekit.hashing import compare_facts, facts_of
 from forgekit.state import TrainState, donate
+from forgekit.tensors import local
 
 StateT = TypeVar("StateT", bound=TrainState)
 
@@ -35,7 +35,7 @@ def parts_of(state: TrainState, facts: Mapping[str, Any]) -> dict[str, Any]:
             ``settings``, texts by name.
     """
     tensors, description = collect(state)
-    held = {key: local_of(tensor) for key, tensor in tensors.items()}
+    held = {key: local(tensor) for key, tensor in tensors.items()}
     return {"tensors": held, "description": description, **facts}
 
 
@@ -80,5 +80,5 @@ def take_parts(state: StateT, sent: dict[str, Any]) -> StateT:
     """
     allocation = allocate(state, merge([sent["description"]]))
     for key, tensor in allocation.tensors.items():
-        local_of(tensor).copy_(sent["tensors"][key])
+        local(tensor).copy_(sent["tensors"][key])
     return donate(state, **restore(state, allocation))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import attrs
 import torch
+
+import forgekit as fk
 
 SIZES = {
     "vocab_size": 31,
@@ -76,6 +79,9 @@ MODELS = {
     "Dots1 groups": {**DOTS, "n_group": 3, "topk_group": 2},
 }
 
+EXPORTED = ("Llama tied", "Llama yarn", "Mistral", "Qwen3", "Qwen3Moe", "Mixtral", "Dots1")
+"""Kinds that the default run writes as well as reads."""
+
 MORE = {"Qwen2": {}, "SeedOss": {"head_dim": 8, "attention_bias": False, "attention_dropout": 0.0}}
 """What is no row of our families, and runs as it is."""
 
@@ -106,6 +112,13 @@ def save_model(kind, directory, *, max_shard_size="30KB", **options):
     model = make_model(kind, **options)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return model
+
+
+def load(directory, **changes):
+    """Our model of a directory, with its weights."""
+    model = fk.Transformer(attrs.evolve(fk.huggingface_spec(directory), **changes), seed=5)
+    fk.load_huggingface(model, directory)
+    return model.eval()
 
 
 def some_ids(vocab=31, shape=(2, 24)):

@@ -14,16 +14,10 @@ import forgekit as fk
 from forgekit.cli import main
 from forgekit.data.tokenizer import train_tokenizer
 
-SPEC = fk.TransformerSpec(
-    vocab_size=264,
-    dim=16,
-    layers=2,
-    heads=2,
-    kv_heads=1,
-    ffn_dim=24,
-    max_seq_len=32,
-    rope_scaling=fk.RopeScaling(kind="linear", factor=2.0),
+PLAIN = fk.TransformerSpec(
+    vocab_size=264, dim=16, layers=2, heads=2, kv_heads=1, ffn_dim=24, max_seq_len=32
 )
+SPEC = attrs.evolve(PLAIN, rope_scaling=fk.RopeScaling(kind="linear", factor=2.0))
 
 
 @pytest.fixture
@@ -38,8 +32,7 @@ def run(tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     for step in (1, 2):
         model = fk.Transformer(SPEC, seed=step)
-        state = fk.TrainState.create(model, fk.adamw(model))
-        state = fk.donate(state, step=step)
+        state = fk.donate(fk.TrainState.create(model, fk.adamw(model)), step=step)
         fk.checkpoint_save(state, folder / "checkpoints", blocking=True)
     return folder
 
@@ -65,8 +58,7 @@ def test_the_newest_checkpoint_is_written_with_its_tokenizer(run, tmp_path, caps
 
 def test_a_run_with_adapters_is_exported_merged_and_like_its_base(tmp_path):
     run, base, out = (tmp_path / name for name in ("run", "base", "out"))
-    spec = attrs.evolve(SPEC, rope_scaling=None)
-    model = fk.Transformer(spec, seed=1)
+    model = fk.Transformer(PLAIN, seed=1)
     tokenizer = train_tokenizer(["to be or not to be"] * 2, 264)
     fk.save_huggingface(model, base, tokenizer, like="mistral")
     fk.add_lora(model, rank=2, alpha=9.0, targets="*.query")
@@ -86,17 +78,8 @@ def test_a_run_with_adapters_is_exported_merged_and_like_its_base(tmp_path):
 
 
 CASES = {
-    "no run": (lambda run: ["gone", "new"], r"gone/config\.json cannot be read: .* Name a run"),
-    "no checkpoint": (
-        lambda run: (run / "checkpoints").rename(run / "elsewhere") and [str(run), "new"],
-        r"checkpoints has no checkpoint\.",
-    ),
-    "no such step": (lambda run: [str(run), "new", "--step", "7"], "has no committed step 7"),
-    "a full directory": (lambda run: [str(run), str(run)], "holds files that were not written"),
-    "no model": (
-        lambda run: (run / "config.json").write_text('{"model": {"dims": 3}}') and [str(run), "n"],
-        r"has no TransformerSpec as model: .*argument 'dims'",
-    ),
+    "no checkpoint": (["run", "new"], r"checkpoints has no checkpoint\."),
+    "a full directory": (["run", "run"], "holds files that were not written"),
 }
 
 
@@ -105,7 +88,9 @@ def test_what_cannot_be_exported_is_one_sentence_and_exit_code_2(
     run, tmp_path, arguments, message, capsys, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    assert main(["export", *arguments(run)]) == 2
+    if "new" in arguments:
+        (run / "checkpoints").rename(run / "elsewhere")
+    assert main(["export", *arguments]) == 2
     said = capsys.readouterr().err
     assert re.search(message, said.replace("\n", " ")), said
     assert not (tmp_path / "new").exists()

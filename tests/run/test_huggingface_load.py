@@ -5,21 +5,16 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
+from covering import some_of
 from lab import full, relative_error
 from ranks import run_again
-from run.huggingface_models import MODELS, logits_of, save_model, some_ids
+from run.huggingface_models import EXPORTED, MODELS, load, logits_of, save_model, some_ids
 
 import forgekit as fk
 from forgekit.model.moe import MoE
 
 
-def load(directory, **changes):
-    model = fk.Transformer(attrs.evolve(fk.huggingface_spec(directory), **changes), seed=5)
-    fk.load_huggingface(model, directory)
-    return model.eval()
-
-
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", some_of(MODELS, *EXPORTED))
 def test_logits_equal_those_of_transformers(kind, tmp_path):
     expected = logits_of(save_model(kind, tmp_path), some_ids())
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
@@ -63,11 +58,11 @@ def _load_with_lengths(rank, world, directory, sizes):
     return {n: full(p).detach() for n, p in model.named_parameters() if "magnitude" in n}
 
 
-@pytest.mark.parametrize("sizes", [{"dp_shard": 2}, {"tp": 2, "dp_shard": 1}, {"pp": 2}], ids=str)
-def test_every_layout_takes_them_of_the_whole_weights(sizes, tmp_path):
+@pytest.mark.parametrize("dimension", some_of(["dp_shard", "tp", "pp"], "dp_shard", "pp"))
+def test_every_layout_takes_them_of_the_whole_weights(dimension, tmp_path):
     save_model("Llama", tmp_path, vocab_size=32)
     weights = dict(load(tmp_path).named_parameters())
-    held = run_again(_load_with_lengths, 2, tmp_path, {"dp_shard": 1, **sizes})
+    held = run_again(_load_with_lengths, 2, tmp_path, {"dp_shard": 1, dimension: 2})
     found = {name: lengths for one in held for name, lengths in one.items()}
     assert len(found) == 6
     for name, lengths in found.items():
