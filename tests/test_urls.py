@@ -128,7 +128,7 @@ REFUSED = {
     "there is no such bucket. Make it": answered("NoSuchBucket", 404),
     "no bucket has such a name. Correct the URL": ParamValidationError(report=""),
     "no credentials were given. Set .*AWS_PROFILE": NoCredentialsError(),
-    "the credentials have expired. Renew them": answered("ExpiredToken", 400),
+    "the store permits no access": answered("ExpiredToken", 400),
     "the store permits no access .*Check cred": answered("AccessDenied", 403),
     "the store refuses the request": answered("PermanentRedirect", 301),
     "No space left on device": OSError(errno.ENOSPC, "No space left on device"),

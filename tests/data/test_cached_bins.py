@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import pickle
 
 import numpy as np
@@ -67,29 +67,15 @@ def test_bins_of_a_token_file_follow_its_tokens_and_its_tokenizer(tmp_path):
     assert len({*first, *path_of([[1, 2], [4]])}) == 4
 
 
-def array_of(*shape):
-    buffer = io.BytesIO()
-    np.save(buffer, np.zeros(shape))
-    return buffer.getvalue()
-
-
-DAMAGE = {
-    "cannot be read": lambda b: b"PK" + b[2:],
-    "cannot be read ": lambda b: array_of(3),
-    "has changed since it was": lambda b: (
-        b[:-8] + bytes([b[-8] ^ 1]) + b[-7:]
-    ),  # how many were dropped
-}
-
-
-@pytest.mark.parametrize("message", DAMAGE)
-def test_damaged_bins_are_refused_and_made_anew(tmp_path, message):
+def test_damaged_bins_are_refused_and_made_anew(tmp_path):
     file = cached_bins(tmp_path, LENGTHS, 8).path
-    file.write_bytes(DAMAGE[message](file.read_bytes()))
-    with pytest.raises(ValueError, match=rf"bins-.*.npy {message}"):
-        open_bins(file)
-    assert cached_bins(tmp_path, LENGTHS, 8).fingerprint == FRESH.fingerprint
-    assert list(tmp_path.iterdir()) == [file]
+    whole = file.read_bytes()
+    for damaged in (whole[:-8], b"PK" + whole[2:], b""):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"bins-.*.npy cannot be read \("):
+            open_bins(file)
+        assert cached_bins(tmp_path, LENGTHS, 8).fingerprint == FRESH.fingerprint
+        assert list(tmp_path.iterdir()) == [file]
 
 
 def test_no_flipped_bit_goes_unnoticed(tmp_path):
@@ -100,11 +86,8 @@ def test_no_flipped_bit_goes_unnoticed(tmp_path):
         damaged = bytearray(whole)
         damaged[place] ^= 1 << place % 8
         file.write_bytes(damaged)
-        try:
-            bins = open_bins(file)
-        except ValueError:
-            continue
-        assert bins.fingerprint == FRESH.fingerprint, place
+        with contextlib.suppress(ValueError):
+            assert open_bins(file).fingerprint == FRESH.fingerprint, place
 
 
 def test_bins_on_disk_are_pickled_by_their_path(tmp_path):

@@ -63,7 +63,6 @@ BROKEN = {
 
 USER = {"role": "user", "content": "What is two and two?"}
 ANSWER = {"role": "assistant", "content": "Four, I think."}
-SYSTEM = {"role": "system", "content": "Be brief."}
 MORE = [{"role": "user", "content": "And three?"}, {"role": "assistant", "content": "Five."}]
 
 
@@ -243,22 +242,10 @@ def test_a_token_across_the_boundary_is_trained_and_counted(tmp_path):
     assert rows.counts.trained == (rows[0]["labels"] != -100).sum()
 
 
-def test_an_end_that_is_also_the_padding_is_trained(tmp_path):
-    """Masked by position, never by value: ``</s>`` ends the answer and fills the row."""
-    tokenizer = _tokenizer(INSTRUCT)
-    rows = chat_dataset(_write(tmp_path / "a.jsonl", {"messages": [USER, ANSWER]}), tokenizer, 64)
-    row = rows[0]
-    end = tokenizer.eos_token_id
-    is_padding = row["doc_ids"] == -1
-    assert is_padding.any()
-    assert (row["input_ids"][is_padding] == end).all()
-    assert (row["labels"][is_padding] == -100).all()
-    assert (row["labels"] == end).sum() == 1
-
-
 def test_packed_rows_hold_every_example_with_its_labels(tmp_path):
-    tokenizer = _tokenizer(CHATML)
-    chats = [[USER, ANSWER], [SYSTEM, USER, ANSWER, *MORE], [USER, MORE[1]]] * 3
+    """Also where one token ends a turn and fills the row: it is masked there by its position."""
+    tokenizer = _tokenizer(INSTRUCT)
+    chats = [[USER, ANSWER], [USER, ANSWER, *MORE], [USER, MORE[1]]] * 3
     file = _write(tmp_path / "a.jsonl", *({"messages": chat} for chat in chats))
     rows = chat_dataset(file, tokenizer, 96)
     encoder = ChatEncoder(tokenizer)
@@ -275,6 +262,9 @@ def test_packed_rows_hold_every_example_with_its_labels(tmp_path):
             assert row["position_ids"][mine].tolist() == list(range(int(mine.sum())))
     assert sorted(found) == sorted(wanted)
     assert len(rows) < len(chats)
+    assert any(
+        (row["input_ids"][row["doc_ids"] == -1] == tokenizer.eos_token_id).any() for row in rows
+    )
     assert rows.counts.trained == sum(int((row["labels"] != -100).sum()) for row in rows)
     assert rows.counts.tokens == sum(len(ids) for ids, _ in wanted)
     fk.check_batch(rows.__getitems__([0, 1]))

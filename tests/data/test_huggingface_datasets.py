@@ -83,16 +83,6 @@ def test_parts_are_disjoint_and_go_on_exactly_from_every_row(monkeypatch, kind, 
         assert sorted(found) == sorted(expected)
 
 
-@pytest.mark.parametrize("reread", [False, True])
-def test_a_position_does_not_depend_on_how_many_rows_are_read_at_once(monkeypatch, reread):
-    documents = huggingface_documents(KINDS["streamed"](), reread=reread)
-    records = list(documents.read(part=1, parts=2))
-    monkeypatch.setattr(sources, "ROWS_AT_ONCE", 2)
-    for number, record in enumerate(records):
-        following = documents.read(record.after, part=1, parts=2)
-        assert list(map(content, following)) == list(map(content, records[number + 1 :]))
-
-
 def test_a_shuffle_buffer_is_refused_unless_it_is_read_anew():
     from datasets.distributed import split_dataset_by_node
 

@@ -121,33 +121,28 @@ def left_by(out):
 
 
 def test_a_failure_midway_leaves_the_old_one_and_is_taken_up(tmp_path, small_steps):
-    write_lines(tmp_path / "a.jsonl", broken=10**6)
-    prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=299)
-    before = content_of(tmp_path / "out")
-    interrupted(tmp_path / "a.jsonl", tmp_path / "out", 30_000)
-    assert content_of(tmp_path / "out") == before
-    reports = []
-    made = {"vocab_size": 300, "progress": lambda *report: reports.append(report)}
-    prepare(tmp_path / "a.jsonl", tmp_path / "out", **made)
-    assert reports[0][0] == "tokens"
-    assert 20_000 < reports[0][1] <= 33_000
-    prepare(tmp_path / "a.jsonl", tmp_path / "fresh", vocab_size=300)
-    assert content_of(tmp_path / "out") == content_of(tmp_path / "fresh")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "fresh", "out"]
-
-
-def test_parts_may_be_finished_out_of_turn_and_none_hides_a_fatal_line(tmp_path, small_steps):
     file, out = tmp_path / "a.jsonl", tmp_path / "out"
     write_lines(file)
     skipping = text_documents(file, errors="skip")
+    prepare(skipping, out, vocab_size=299)
+    before = content_of(out)
     interrupted(skipping, out, 30_000)
+    assert content_of(out) == before
+    # A finished part hides no fatal line, and parts may be finished out of turn.
     with pytest.raises(ValueError, match=r"a.jsonl:98 cannot be read"):
         prepare(file, out, vocab_size=300)
     (left,) = left_by(out)
     (left / "parts" / "000002.npz").unlink()
-    assert prepare(skipping, out, vocab_size=300).broken == 4
+    reports = []
+    made = {"vocab_size": 300, "progress": lambda *report: reports.append(report)}
+    assert prepare(skipping, out, **made).broken == 4
+    assert reports[0][0] == "tokens"
+    assert 4000 < reports[0][1] < 10_000
+    assert reports[-1][1] - reports[0][1] > 40_000
+    assert len(reports) < 80
     prepare(skipping, tmp_path / "fresh", vocab_size=300)
     assert content_of(out) == content_of(tmp_path / "fresh")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "fresh", "out"]
 
 
 def test_other_settings_clear_what_was_begun_and_a_mistake_does_not(tmp_path, small_steps):
@@ -159,20 +154,6 @@ def test_other_settings_clear_what_was_begun_and_a_mistake_does_not(tmp_path, sm
     assert left_by(tmp_path / "out") == [begun]
     prepare(tmp_path / "a.jsonl", tmp_path / "out", vocab_size=301)
     assert not left_by(tmp_path / "out")
-
-
-def test_a_tokenizer_that_truncates_or_pads_does_so_in_no_token_file(source, tmp_path):
-    made = []
-    tokenizer = train_tokenizer(TEXTS, 300)
-    for out in (tmp_path / "whole", tmp_path / "out"):
-        tokenizer.save(str(tmp_path / "given.json"))
-        made.append(prepare(source, out, tokenizer=tmp_path / "given.json"))
-        tokenizer.enable_truncation(max_length=5)
-        tokenizer.enable_padding(length=400, pad_id=7)
-    for name in ("train", "held_out"):
-        assert len({getattr(each, name).fingerprint for each in made}) == 1
-    kept = load_tokenizer(tmp_path / "out")
-    assert (kept.truncation, kept.padding) == (None, None)
 
 
 def test_a_vocabulary_that_the_text_does_not_fill_is_said_each_time(tmp_path, caplog):
@@ -193,21 +174,11 @@ def test_special_tokens_control_characters_and_line_ends_in_a_text_stay_text(tmp
     own = train_tokenizer(TEXTS, 290)
     own.add_special_tokens(["<|end|>"])
     own.save(str(tmp_path / "own.json"))
-    for given in ({}, {"tokenizer": tmp_path / "own.json"}):
-        made = prepare(tmp_path / "a.jsonl", tmp_path / "out", held_out_every=2, **given)
-        ids = made.train.read(0, made.train.tokens).tolist()
-        assert (ids[-1], ids.count(0), ids.count(290)) == (0, 1, 0)
-        assert load_tokenizer(tmp_path / "out").decode(ids[:-1]) == text
-
-
-def test_ids_may_have_gaps(source, tmp_path):
-    content = json.loads(train_tokenizer(TEXTS, 300).to_str())
-    vocabulary = content["model"]["vocab"]
-    vocabulary[max(vocabulary, key=vocabulary.get)] = 900
-    (tmp_path / "own.json").write_text(json.dumps(content))
-    made = prepare(source, tmp_path / "out", tokenizer=tmp_path / "own.json")
-    assert made.train.vocab_size == 901
-    assert made.train.read(0, made.train.tokens).max() == 900
+    options = {"held_out_every": 2, "tokenizer": tmp_path / "own.json"}
+    made = prepare(tmp_path / "a.jsonl", tmp_path / "out", **options)
+    ids = made.train.read(0, made.train.tokens).tolist()
+    assert (ids[-1], ids.count(0), ids.count(290)) == (0, 1, 0)
+    assert load_tokenizer(tmp_path / "out").decode(ids[:-1]) == text
 
 
 def test_processes_write_what_one_writes_whatever_the_parts(tmp_path, small_steps, monkeypatch):
@@ -323,21 +294,17 @@ def test_broken_documents_are_left_out_as_asked_counted_and_named(tmp_path, capl
         prepare(skipping, tmp_path / "out", **given)
 
 
-def test_documents_that_a_comprehension_leaves_out_are_in_no_token_file(tmp_path):
-    texts = write_lines(tmp_path / "a.jsonl", broken=10**6)
-    documents = text_documents(tmp_path / "a.jsonl")
-
+def test_documents_that_a_comprehension_leaves_out_are_in_no_token_file(source, tmp_path):
     def kept(shortest):
-        return [(name, text) for name, text in documents if len(text) > shortest]
+        texts = text_documents(source)
+        return [(name, text) for name, text in texts if len(text) > shortest]
 
-    made = prepare(kept(30), tmp_path / "out", vocab_size=300)
-    long = [text for text in texts if len(text) > 30]
-    assert 0 < len(long) < len(texts)
-    tokenizer = load_tokenizer(tmp_path / "out")
-    assert texts_of(made.held_out, tokenizer) == long[19::20]
-    assert made.train.documents == len(long) - len(long[19::20])
-    assert not prepare(kept(30), tmp_path / "out", vocab_size=300).is_new
-    assert prepare(kept(40), tmp_path / "out", vocab_size=300).is_new
+    made = prepare(kept(100), tmp_path / "out", vocab_size=300, held_out_every=3)
+    long = [text for text in TEXTS if len(text) > 100]
+    assert 2 < len(long) < len(TEXTS)
+    assert texts_of(made.held_out, load_tokenizer(made.path)) == long[2::3]
+    assert not prepare(kept(100), tmp_path / "out", vocab_size=300, held_out_every=3).is_new
+    assert prepare(kept(0), tmp_path / "out", vocab_size=300, held_out_every=3).is_new
 
 
 def test_the_tokenizer_learns_from_a_sample_all_over_the_training_documents(tmp_path):
@@ -356,16 +323,21 @@ def test_the_tokenizer_learns_from_a_sample_all_over_the_training_documents(tmp_
     assert load_tokenizer(tmp_path / "out").to_str() == train_tokenizer(sample, 300).to_str()
 
 
-def test_a_tokenizer_that_is_given_is_used_and_kept(source, tmp_path):
+def test_a_tokenizer_that_is_given_is_used_without_its_limits(source, tmp_path):
     own = train_tokenizer(TEXTS[:2], 290)
     own.add_special_tokens(["<|end|>"])
-    own.save(str(tmp_path / "own.json"))
+    own.enable_truncation(max_length=5)
+    own.enable_padding(length=400, pad_id=7)
+    content = json.loads(own.to_str())
+    vocabulary = content["model"]["vocab"]
+    vocabulary[max(vocabulary, key=vocabulary.get)] = 900  # ids may have gaps
+    (tmp_path / "own.json").write_text(json.dumps(content))
     given = {"tokenizer": tmp_path / "own.json", "held_out_every": 3}
     made = prepare(source, tmp_path / "out", **given, eos_token="<|end|>")
-    assert (made.train.vocab_size, made.train.eos_id) == (291, 290)
-    assert texts_of(made.train, load_tokenizer(tmp_path / "out")) == [
-        TEXTS[i] for i in (0, 1, 3, 4)
-    ]
+    assert (made.train.vocab_size, made.train.eos_id) == (901, 290)
+    kept = load_tokenizer(tmp_path / "out")
+    assert (kept.truncation, kept.padding) == (None, None)
+    assert texts_of(made.train, kept) == [TEXTS[i] for i in (0, 1, 3, 4)]
     assert not prepare(source, tmp_path / "out", **given, eos_token="<|end|>").is_new
     message = r'no token .</s>.; its special tokens are "<|endoftext|>", "<|end|>". Name'
     with pytest.raises(ValueError, match=message.replace("|", r"\|")):

@@ -205,13 +205,6 @@ def test_incomplete_uploads_are_refused_when_they_are_opened(bucket, tmp_path):
         open_tokens(url)
 
 
-def test_urls_that_lead_nowhere_are_named(tmp_path, url):
-    with pytest.raises(UrlError, match=r"s3://elsewhere/a/index.json: there is no such bucket"):
-        fk.token_dataset("s3://elsewhere/a")
-    with pytest.raises(ValueError, match=r"s3:/bucket/a looks like a URL that became a Path"):
-        fk.token_dataset(type(tmp_path)("s3://bucket/a"))
-
-
 @pytest.mark.parametrize(
     "call",
     [

@@ -53,20 +53,6 @@ def test_the_fingerprint_is_of_the_content(tmp_path):
     assert len({file.fingerprint for file in [same[0], *other]}) == 5
 
 
-def test_metadata_is_read_after_the_last_document(tmp_path):
-    counts = {"text_bytes": 0}
-
-    def documents():
-        for ids in DOCUMENTS:
-            counts["text_bytes"] += 10
-            yield ids
-
-    file = write(tmp_path / "a", documents(), metadata=counts)
-    assert file.metadata == {"text_bytes": 40}
-    assert token_dataset(file, 4).bytes_per_token == 40 / 13
-    assert token_dataset(write(tmp_path / "b"), 4).bytes_per_token is None
-
-
 def test_documents_are_pulled_one_at_a_time_and_old_files_stay_until_the_end(tmp_path):
     write(tmp_path / "a")
 
