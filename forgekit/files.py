@@ -57,8 +57,6 @@ def atomic_directory(
             another process is writing it under the same key.
     """
     path = Path(os.path.realpath(path_of("the path", path)))  # a link stays a link
-    if path.is_symlink():  # realpath has followed all others
-        raise FileExistsError(f"{path} is a link that leads to itself; name another directory.")
     if path.exists():
         _check_replaceable(path, is_replaceable)
     make_folder(path.parent)
@@ -171,18 +169,14 @@ def restore_replaced(path: Path) -> Path:
     return path
 
 
-def open_regular(path: Path, *, follow: bool = True) -> BinaryIO:
+def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading; refuse pipes and devices, whose reading may never end.
-
-    Args:
-        path: The file.
-        follow: Open what a symbolic link points to.
 
     Raises:
         OSError: If it cannot be opened, or is not a file.
     """
     # O_NONBLOCK: opening a pipe without a writer would wait for one.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW))
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     if stat.S_ISREG(os.fstat(handle).st_mode):
         return os.fdopen(handle, "rb")
     os.close(handle)

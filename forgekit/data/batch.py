@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor
 
-from forgekit.checks import check_choice, check_integers, check_rank, nearest_multiples, quoted
+from forgekit.checks import check_choice, check_rank, nearest_multiples, quoted
 
 Slicing = Literal["zigzag", "contiguous"]
 
@@ -40,30 +40,27 @@ def check_batch(batch: TensorDict) -> None:
         batch: What a loader yields.
 
     Raises:
-        TypeError: If it is no TensorDict, a tensor does not hold integers, or labels are unsigned.
-        ValueError: If it has no row dimension, a key is missing, or a tensor has another shape.
+        TypeError: If it is no TensorDict with one batch dimension, a tensor does not hold integers,
+            or labels are unsigned.
+        ValueError: If a key is missing, or a tensor has another shape.
 
     Examples:
         >>> check_batch(TensorDict({"input_ids": torch.ones(2, 4)}, batch_size=[2]))
         Traceback (most recent call last):
         ValueError: batch has no "labels"; it has "input_ids". forgekit.shift_labels adds them.
     """
-    if not isinstance(batch, TensorDict):
+    if not isinstance(batch, TensorDict) or len(batch.batch_size) != 1:
         raise TypeError(
-            f"batch is a {type(batch).__name__}; a micro-batch is a TensorDict: "
+            f"batch is a {type(batch).__name__} with batch_size "
+            f"{getattr(batch, 'batch_size', None)}; a micro-batch is a "
             "TensorDict(tensors, batch_size=[rows])."
-        )
-    if len(batch.batch_size) != 1:
-        raise ValueError(
-            f"batch has batch_size {list(batch.batch_size)}; a micro-batch has [rows]. "
-            "Build it as TensorDict(tensors, batch_size=[rows])."
         )
     shape = ids_shape(batch)
     check_has(batch, "labels")
-    rules = dict.fromkeys(("labels", "position_ids", "doc_ids"), "[b s] like input_ids")
-    for key, rule in {"input_ids": "[b s]", **rules, "source": "[b]"}.items():
+    rules = dict.fromkeys(("labels", "position_ids", "doc_ids"), ("[b s] like input_ids", shape))
+    for key, rule in {"input_ids": ("[b s]", shape), **rules, "source": ("[b]", shape[:1])}.items():
         if key in batch:
-            _check_tensor(key, batch[key], shape[:1] if key == "source" else shape, rule)
+            _check_tensor(key, batch[key], *rule)
     _check_signed(batch)
 
 
@@ -88,7 +85,6 @@ def shift_labels(batch: TensorDict) -> TensorDict:
         >>> shift_labels(rows)["labels"]
         tensor([[6, 7]])
     """
-    check_has(batch, "input_ids")
     if "labels" in batch:
         raise ValueError(
             'batch has "labels" already; shifting again would train on wrong tokens. '
@@ -134,7 +130,6 @@ def mask_batch(batch: TensorDict) -> TensorDict:
 
 def mask_rows(batch: TensorDict, keep: int) -> TensorDict:
     """Copy a micro-batch, with a loss in its first ``keep`` rows only."""
-    check_has(batch, "labels")
     _check_signed(batch)
     masked = batch.clone()
     masked["labels"][keep:] = IGNORED
@@ -159,7 +154,7 @@ def ids_shape(batch: Any) -> tuple[int, ...]:
     return shape
 
 
-def _check_tensor(key: str, tensor: Tensor, shape: tuple[int, ...], rule: str) -> None:
+def _check_tensor(key: str, tensor: Tensor, rule: str, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(
             f'"{key}" has shape {tuple(tensor.shape)}; it must be {rule}, here {shape}.'
@@ -190,28 +185,24 @@ def pad_positions(
     Args:
         batch: A row or a micro-batch with ``input_ids`` ``[... s]``; tensors of this shape are
             padded.
-        positions: The new ``s``; None for the next multiple.
-        multiple: Must divide the new ``s``.
+        positions: The new ``s``; None for that of the rows.
+        multiple: The new ``s`` is rounded up to a multiple of it.
         token: The id on padding.
 
     Returns:
         A new TensorDict.
 
     Raises:
-        ValueError: If there are no labels yet, rows are longer, or ``multiple`` does not divide
-            ``positions``.
+        ValueError: If there are no labels yet, or rows are longer.
 
     Examples:
         >>> row = TensorDict({"input_ids": torch.tensor([5, 6]), "labels": torch.tensor([6, 7])})
         >>> pad_positions(row, 3)["labels"]
         tensor([   6,    7, -100])
     """
-    check_has(batch, "input_ids", "labels")
-    check_integers(multiple=(multiple, 1))
+    check_has(batch, "labels")  # made of padded ids, they would train on padding
     shape = batch["input_ids"].shape
-    length = -(-shape[-1] // multiple) * multiple if positions is None else positions
-    if length % multiple:
-        raise ValueError(f"positions {length} must be divisible by multiple {multiple}.")
+    length = -(-(shape[-1] if positions is None else positions) // multiple) * multiple
     if length < shape[-1]:  # torch would cut the row
         raise ValueError(
             f"a row has {shape[-1]} positions, more than {length}; truncate or drop long rows, or "
@@ -274,57 +265,45 @@ def check_alike(parts: Mapping[str, Mapping[Any, Any]], dim: int = 0) -> None:
     Raises:
         ValueError: If they differ in keys, dtypes or shapes.
     """
-    first, kind = "", None
-    for name, part in parts.items():
-        kind_of_part = {key: (tensor.dtype, tensor.shape[dim:]) for key, tensor in part.items()}
-        if kind is None:
-            first, kind = name, kind_of_part
-        elif kind_of_part != kind:
+    kinds = {
+        name: {key: (tensor.dtype, list(tensor.shape[dim:])) for key, tensor in part.items()}
+        for name, part in parts.items()
+    }
+    (first, expected), *others = kinds.items()
+    for name, kind in others:
+        if kind != expected:
             raise ValueError(
-                f"{name} has {_describe(kind_of_part)}; {first} has {_describe(kind)}. "
-                "All must have the same keys, dtypes and shapes."
+                f"{name} has {kind}; {first} has {expected}. All must have the same keys, dtypes "
+                "and shapes."
             )
 
 
-def _describe(kind: Mapping[Any, tuple[torch.dtype, torch.Size]]) -> str:
-    return ", ".join(
-        f'"{key}" {str(dtype).removeprefix("torch.")} {list(shape)}'
-        for key, (dtype, shape) in kind.items()
-    )
-
-
-def check_has(batch: Any, *keys: str) -> None:
-    """Refuse a batch without one of some keys.
+def check_has(batch: Any, key: str) -> None:
+    """Refuse a batch without a key.
 
     Raises:
-        ValueError: If one is missing; says how to add it.
+        ValueError: Says how to add it.
     """
-    remedies = {"labels": "forgekit.shift_labels adds them."}
-    for key in keys:
-        if key not in batch:
-            remedy = remedies.get(key, f'Name the token ids "{key}".')
-            raise ValueError(f'batch has no "{key}"; it has {quoted(batch.keys())}. {remedy}')
+    if key not in batch:
+        remedy = "forgekit.shift_labels adds them." if key == "labels" else "Name the token ids so."
+        raise ValueError(f'batch has no "{key}"; it has {quoted(batch.keys())}. {remedy}')
 
 
 def apply_transforms(batch: TensorDict, transforms: Iterable[Any]) -> TensorDict:
     """Call functions of a micro-batch one after another.
 
     Raises:
-        TypeError: If one returns no TensorDict.
-        ValueError: If one changes the number of rows, since rows count samples.
+        ValueError: If one returns no TensorDict, or changes the number of rows, since rows count
+            samples.
     """
     for transform in transforms:
         after: Any = transform(batch)
-        name = getattr(transform, "__name__", repr(transform))
-        if not isinstance(after, TensorDict):
-            raise TypeError(
-                f"the transform {name} returned a {type(after).__name__}; return the TensorDict."
-            )
-        if after.batch_size != batch.batch_size:
+        if not isinstance(after, TensorDict) or after.batch_size != batch.batch_size:
+            name = getattr(transform, "__name__", repr(transform))
             raise ValueError(
-                f"the transform {name} made rows {list(after.batch_size)} of "
-                f"{list(batch.batch_size)}; samples are counted in rows. Mask rows with labels of "
-                "-100 instead of leaving them out."
+                f"the transform {name} made a {type(after).__name__} of rows "
+                f"{getattr(after, 'batch_size', None)} of rows {batch.batch_size}. Return the "
+                "TensorDict, with labels of -100 in rows to leave out: rows count samples."
             )
         batch = after
     return batch

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import attrs
 import numpy as np
 
-from forgekit.checks import brief, check_choice, check_integers, quoted
+from forgekit.checks import brief, check_choice, quoted
 from forgekit.data.batch import IGNORED
 from forgekit.data.chat_template import ChatEncoder, Example, common_messages
 from forgekit.data.packing import Bins, pack
@@ -201,9 +201,6 @@ def _dataset(
     held_out_every: int | None,
 ) -> RowDataset:
     check_choice("long", long, get_args(LongExamples))
-    check_integers(
-        seq_len=(seq_len, 2), held_out_every=(2 if held_out_every is None else held_out_every, 2)
-    )
     lines = itertools.chain.from_iterable(map(json_objects, files_at(paths)))
     train, held_out = _Part(seq_len, long), _Part(seq_len, long)
     for number, (name, line) in enumerate(lines, start=1):
@@ -238,11 +235,15 @@ class _Part:
                 group = tuple(example.truncated(self.seq_len) for example in group)
                 counts.truncated += 1
             # The first token of a document is no target.
-            has_target = any(example.trained[1:].any() for example in group)
-            if not has_target or (is_long and self.long == "drop"):
+            trained = sum(int(example.trained[1:].sum()) for example in group)
+            if not trained or (is_long and self.long == "drop"):
                 counts.dropped += 1
-            else:
-                self.kept.append(group)
+                continue
+            counts.examples += len(group)
+            counts.tokens += sum(len(example.ids) for example in group)
+            counts.trained += trained
+            counts.shared += sum(example.shared for example in group)
+            self.kept.append(group)
 
     def dataset(self, tokenizer: Any, rest: RowDataset | None = None) -> RowDataset:
         if not self.kept:
@@ -250,27 +251,15 @@ class _Part:
                 f"nothing is supervised: {self.counts}. Pass a larger seq_len, or look at the "
                 "lines."
             )
-        examples = [example for group in self.kept for example in group]
-        ids, trained = (
-            np.concatenate([getattr(example, key) for example in examples])
-            for key in ("ids", "trained")
-        )
-        counts = attrs.evolve(
-            self.counts,
-            examples=len(examples),
-            tokens=len(ids),
-            trained=sum(int(example.trained[1:].sum()) for example in examples),
-            shared=sum(example.shared for example in examples),
-        )
-        documents = InMemory(
-            ids,
-            np.cumsum([0, *(len(example.ids) for example in examples)]),
-            np.where(trained, ids, np.int32(IGNORED)),
-            vocab_size=vocabulary_size(tokenizer),
-            eos_id=tokenizer.eos_token_id or 0,
-        )
+        examples = list(itertools.chain(*self.kept))
+        ids = np.concatenate([example.ids for example in examples])
+        trained = np.concatenate([example.trained for example in examples])
+        offsets = np.cumsum([0, *(len(example.ids) for example in examples)])
+        sizes = {"vocab_size": vocabulary_size(tokenizer), "eos_id": tokenizer.eos_token_id or 0}
+        labels = np.where(trained, ids, np.int32(IGNORED))
+        documents = InMemory(ids, offsets, labels, **sizes)
         bins = _bins(self.kept, self.seq_len)
-        return RowDataset(documents, self.seq_len, bins, counts=counts, rest=rest)
+        return RowDataset(documents, self.seq_len, bins, counts=self.counts, rest=rest)
 
 
 def _bins(groups: Sequence[tuple[Example, ...]], capacity: int) -> Bins:
@@ -279,10 +268,5 @@ def _bins(groups: Sequence[tuple[Example, ...]], capacity: int) -> Bins:
     lengths = np.array([[len(example.ids) for example in group] for group in groups])
     bins = pack(lengths.sum(1), capacity)
     documents = bins.documents[:, None] * each + np.arange(each)
-    return Bins(
-        bins.offsets * each,
-        documents.ravel(),
-        np.zeros(documents.size, dtype=np.int64),
-        lengths[bins.documents].ravel(),
-        capacity=capacity,
-    )
+    starts, lengths = np.zeros(documents.size, dtype=np.int64), lengths[bins.documents].ravel()
+    return Bins(bins.offsets * each, documents.ravel(), starts, lengths, capacity=capacity)

@@ -92,10 +92,7 @@ class ChatEncoder:
         numbers = [n for n, m in enumerate(messages) if n >= first and m["role"] == "assistant"]
         if not numbers:
             roles = quoted(message["role"] for message in messages[first:])
-            raise ValueError(
-                f"{name} has no assistant's turn to train; its roles are {roles}. Add the "
-                "answer or remove the line."
-            )
+            raise ValueError(f"{name} has no assistant's turn to train; its roles are {roles}.")
 
         def render(some: Sequence[Message], is_prompt: bool) -> str:
             return self._render(name, some, tools, is_prompt)
@@ -111,9 +108,8 @@ class ChatEncoder:
             return [self._example(name, text, [span for _, span in turns.values()])]
         if not self.turn_by_turn:
             raise ValueError(
-                f"{name}: the chat template re-renders message {changed[0]} once others follow; a "
-                "model trained on the whole text learns from what it will never see. Pass "
-                "turn_by_turn=True to make an example of each turn, or mend the template."
+                f"{name}: the chat template re-renders message {changed[0]} once others follow. "
+                "Pass turn_by_turn=True to make an example of each turn, or mend the template."
             )
         return [self._example(name, upto, [span]) for upto, span in turns.values()]
 
@@ -147,8 +143,7 @@ class ChatEncoder:
             )
         except Exception as error:  # a template may raise anything
             raise ValueError(
-                f"{name}: the messages cannot be rendered: {error}. Change them or the chat "
-                "template; an instruction-tuned model's tokenizer has one."
+                f"{name}: the messages cannot be rendered: {error}. Change them or the template."
             ) from error
 
     def _turn(
@@ -159,9 +154,8 @@ class ChatEncoder:
         if not upto.startswith(before):
             raise ValueError(
                 f"{name}: at generation the chat template ends message {turn - 1} with "
-                f"{brief(before[-40:])}, and message {turn} does not go on from there, so it would "
-                "be learned after a text that never comes. Mend add_generation_prompt in the "
-                "template."
+                f"{brief(before[-40:])}, and message {turn} does not go on from there. Mend "
+                "add_generation_prompt in the template."
             )
         end = self._end_of_turn(name, messages[turn], upto, len(before), turn)
         return upto[:end], (len(before), end)
@@ -175,8 +169,7 @@ class ChatEncoder:
         if not ends or start + ends[-1] < words + len(content):
             raise ValueError(
                 f"{name}: the chat template ends message {turn} with {brief(upto[-20:])}, which "
-                "holds no special token, so a model never learns to stop. Close the assistant's "
-                "turns with eos_token or another special token."
+                "holds no special token, so a model never learns to stop. Close turns with one."
             )
         return start + ends[-1]
 
@@ -197,8 +190,7 @@ class ChatEncoder:
             if len(seen) > 1 or not seen.pop()[2]:
                 raise ValueError(
                     f"{name}: other words in message {turn} also change the text outside of that "
-                    "turn, or do not appear in it, so no mask covers what depends on them. Mend "
-                    "the chat template."
+                    "turn, or do not appear in it, so no mask covers them. Mend the chat template."
                 )
 
     def _example(

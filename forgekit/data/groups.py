@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Literal, Protocol
 
 from tensordict import TensorDict
@@ -101,7 +102,6 @@ class Group:
         self._numbers = range(first, first + micro_batches)
         self._partial = partial
         self._rows = 0
-        self._is_used = False
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -115,18 +115,9 @@ class Group:
         return None if self._source.samples is None else self._rows
 
     def __iter__(self) -> Iterator[Any]:
-        if self._is_used:
-            raise RuntimeError(
-                "this group was iterated before; its micro-batches are gone from the stream. "
-                "Keep them to use them twice: batches = list(group)."
-            )
-        self._is_used = True
-        return self._pull()
-
-    def _pull(self) -> Iterator[Any]:
         for number in self._numbers:
             if self._source.has(number):
-                batch, rows = self._source.pull(number)
+                batch, rows = self._source.take(number)
                 self._rows += rows
                 yield batch
             elif self._partial == "error":
@@ -139,9 +130,10 @@ class _Source:
     """The shared stream: its micro-batches by number, each pulled once and in order."""
 
     def __init__(self, stream: Iterable[Any], total: float | None) -> None:
-        self._stream, self._iterator, self._total = stream, iter(stream), total
+        self._stream: Any = stream
+        self._iterator, self._total = iter(stream), total
         self._pulled = 0
-        self._ahead: tuple[Any, int] | None = None  # pulled to find the end, and not yet used
+        self._ahead: Any = None  # pulled to find the end, and not yet used: with its rows
         self._last: Any = None
 
     @property
@@ -155,48 +147,43 @@ class _Source:
 
         Raises:
             ValueError: If there is neither.
-            TypeError: If it is no TensorDict.
         """
-        if self._last is None and (padding := getattr(self._stream, "padding", None)):
-            self._last = padding()
         if self._last is None:
-            raise ValueError(
-                "this rank's stream ended before its first micro-batch, so there is no padding to "
-                "copy. Give each rank at least one, or the stream a padding()."
-            )
+            if not hasattr(self._stream, "padding"):
+                raise ValueError(
+                    "this rank's stream ended before its first micro-batch, and has no padding() "
+                    "to go on with. Give each rank at least one micro-batch."
+                )
+            self._last = self._stream.padding()
         return mask_batch(self._last)
 
     def has(self, number: int) -> bool:
         """Whether this micro-batch exists; pulls it only if the stream has no length."""
-        return self._look(number) if self._total is None else number < self._total
+        if self._total is not None:
+            return number < self._total
+        with suppress(StopIteration):
+            self._pull_up_to(number)
+            return True
+        return False
 
-    def pull(self, number: int) -> tuple[Any, int]:
+    def take(self, number: int) -> tuple[Any, int]:
         """Return a micro-batch and the rows that all ranks consumed with it."""
-        if not self._look(number) or self._ahead is None:
-            raise RuntimeError(
-                f"the stream ended after {self._pulled} micro-batches, but its length is "
-                f"{self._total}. Its len() must count what it yields."
-            )
+        self._pull_up_to(number)
         pulled, self._ahead = self._ahead, None
         self._last = pulled[0]
         return pulled
 
-    def _look(self, number: int) -> bool:
-        """Pull micro-batches up to this one, without using it; False if the stream ends before."""
+    def _pull_up_to(self, number: int) -> None:
         if number < self._pulled - (self._ahead is not None):
             raise RuntimeError(
-                f"micro-batch {number} was skipped: a later group has been used already. "
-                "Use each group before asking for the next."
+                f"micro-batch {number} is gone from the stream: its group or a later one was used "
+                "before. Use each group once and before the next; batches = list(group) keeps them."
             )
         while self._pulled <= number:
             before = self.samples or 0
-            try:
-                batch = next(self._iterator)
-            except StopIteration:
-                return False
+            batch = next(self._iterator)
             self._pulled += 1
             self._ahead = batch, (self.samples or 0) - before
-        return True
 
 
 def _groups(source: _Source, micro_batches: int, partial: str, end: End | None) -> Iterator[Group]:

@@ -18,7 +18,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from forgekit.checks import LARGEST, check_integers, check_rank, nearest_multiples
+from forgekit.checks import check_integers, check_rank, nearest_multiples
 from forgekit.data.batch import apply_transforms, mask_rows, read_rows
 from forgekit.data.groups import count_micro_batches
 from forgekit.data.order import Skips, renumber, sample_rows
@@ -93,14 +93,8 @@ def make_loader(
         ([[[0], [1]], [[2], [3]]], 4)
     """
     check_rank(rank, world)
-    check_integers(
-        seed=(seed, -LARGEST),
-        batch_size=(batch_size, 1),
-        start=(start, 0),
-        workers=(workers, 1 if processes else 0),
-        ahead=(ahead, 0),
-        epochs=(1 if epochs is None else epochs, 1),
-    )
+    check_integers(batch_size=(batch_size, 1), start=(start, 0), workers=(workers, 0))
+    check_integers(epochs=(1 if epochs is None else epochs, 1))
     if not _is_endless(dataset):
         check_integers(**{"len(dataset)": (len(dataset), 1)})
     batches = MicroBatches(
@@ -150,10 +144,12 @@ class MicroBatches:
         """Build this rank's micro-batch of that number."""
         first = self.start + (number * self.world + self.rank) * self.batch_size
         samples, stop = first + np.arange(self.batch_size), self.stop
-        if stop is None or samples[-1] < stop:
-            return apply_transforms(self._read(samples), self.transforms)
+        if stop is not None:  # what is behind it is padding: copies of the last row
+            samples = np.minimum(samples, stop - 1)
+        batch = read_rows(self.dataset, self.rows(samples).tolist())
+        if stop is None or first + self.batch_size <= stop:
+            return apply_transforms(batch, self.transforms)
         real = max(0, stop - first)
-        batch = self._read(np.minimum(samples, stop - 1))
         # Masked before and after the transforms: they may use labels or make them.
         batch = mask_rows(batch, keep=real) if "labels" in batch else batch
         return mask_rows(apply_transforms(batch, self.transforms), keep=real)
@@ -174,9 +170,6 @@ class MicroBatches:
         if _is_endless(self.dataset):
             return samples
         return sample_rows(samples, len(self.dataset), self.seed, shuffle=self.shuffle)
-
-    def _read(self, samples: Integers) -> TensorDict:
-        return read_rows(self.dataset, self.rows(samples).tolist())
 
 
 @attrs.frozen(eq=False)
@@ -209,20 +202,19 @@ class Loader:
 
     A loader with an end has a length, and each ``for`` starts from its beginning. An endless one
     continues where it stopped. Close it, or use it in ``with``, to stop its workers early.
+
+    Attributes:
+        dataset: The dataset that the rows come from.
     """
 
     def __init__(self, batches: MicroBatches, compute: Callable[..., Generator[Any]]) -> None:
+        self.dataset = batches.dataset
         self._batches = batches
         self._compute = compute
         self._reader = Reader()
         self._position = 0  # micro-batches taken since batches.start
         self._loops = 0
         self._part = slice(0, 1, 1)  # of each step's micro-batches, and how many those are
-
-    @property
-    def dataset(self) -> Any:
-        """The dataset that the rows come from."""
-        return self._batches.dataset
 
     @property
     def wait_seconds(self) -> float:

@@ -27,7 +27,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from tensordict import TensorDict
 
-from forgekit.checks import check_integers, check_numbers, quoted
+from forgekit.checks import LARGEST, check_integers, check_numbers, quoted
 from forgekit.data.batch import check_alike, read_rows
 from forgekit.hashing import (
     SAMPLE_ORDER,
@@ -277,13 +277,12 @@ class Order:
             ``[count]`` indices into ``sources`` and ``[count]`` rows, int64.
 
         Raises:
-            ValueError: If a number is negative.
+            ValueError: If a sample is negative.
 
         Examples:
             >>> make_order({"a": 3, "b": 3}, seed=1).span(10**12, 4)
             (array([1, 1, 0, 0]), array([0, 2, 2, 0]))
         """
-        check_integers(count=(count, 0))
         return self.find(np.arange(start, start + count))
 
     def find(self, samples: ArrayLike) -> tuple[Integers, Integers]:
@@ -338,19 +337,18 @@ class Order:
             ``[sources]`` float64 that sum to 1.
 
         Raises:
-            ValueError: If ``start`` is negative or ``count`` is not positive.
+            ValueError: If ``start`` is negative.
 
         Examples:
             >>> make_order({"a": 30, "b": 10}).shares(0, 16_384)
             array([0.75, 0.25])
         """
-        check_integers(count=(count, 1))
         return (self.taken(start + count) - self.taken(start)) / count
 
     @property
     def fingerprint(self) -> str:
         """Identifies the order: equal strings mean the same row at each sample."""
-        return self.fingerprint_at(self._stretches[-1].start + 1)
+        return self.fingerprint_at(LARGEST)
 
     def fingerprint_at(self, samples: int) -> str:
         """Identify the order of the first ``samples`` samples.
@@ -380,10 +378,8 @@ def _mixed_weights(
     phases: Sequence[Phase],
 ) -> Iterator[tuple[int, list[float]]]:
     """Yield the start and the weights of each phase, also of the time before the first."""
-    if not temperature > 0:
-        raise ValueError(
-            f"temperature {temperature} must be above 0; 1.0 leaves the weights as they are."
-        )
+    if not temperature > 0:  # a negative one would turn the weights upside down
+        raise ValueError(f"temperature {temperature} must be above 0; 1.0 changes no weight.")
     if weights is None:
         weights = {name: size / sum(sizes.values()) for name, size in sizes.items()}
     if missing := [name for name in sizes if name not in weights]:
@@ -404,11 +400,8 @@ def _mixed_weights(
         if unknown := [name for name in mixed if name not in sizes]:
             raise ValueError(f"{of_phase} name {quoted(unknown)}; the sources are {quoted(sizes)}.")
         check_numbers(**{f"{of_phase}[{name!r}]": (mixed[name], 0) for name in mixed})
-        largest = max(mixed.values())
-        if not largest:
-            raise ValueError(
-                f"{of_phase} leave every source at 0: {mixed}; at least one must be above 0."
-            )
+        if not (largest := max(mixed.values())):
+            raise ValueError(f"{of_phase} are all 0; at least one must be above 0.")
         # The largest weight is 1, so no power overflows; none that is positive becomes 0.
         shares = (mixed[name] / largest for name in sizes)
         powers = [share and max(share ** (1 / temperature), math.ulp(0)) for share in shares]
@@ -458,17 +451,13 @@ def mixture_dataset(datasets: Mapping[str, Any], order: Order) -> Mixture:
         >>> rows[0]["input_ids"], rows[0]["source"]
         (tensor([9, 0]), tensor(1))
     """
-    if set(datasets) != set(order.sources):
+    lengths = {name: len(dataset) for name, dataset in datasets.items()}
+    expected = dict(zip(order.sources, order.sizes, strict=True))
+    if lengths != expected:
         raise ValueError(
-            f"the datasets are {quoted(datasets)}, the sources of the order "
-            f"{quoted(order.sources)}; make the order from the lengths of these datasets."
+            f"the datasets have {lengths} rows, and the order was made for {expected}; make it "
+            "from the lengths of these datasets."
         )
-    for name, size in zip(order.sources, order.sizes, strict=True):
-        if len(datasets[name]) != size:
-            raise ValueError(
-                f"dataset {name!r} has {len(datasets[name])} rows and the order was made for "
-                f"{size}; make it from len(dataset)."
-            )
     return Mixture(tuple(datasets[name] for name in order.sources), order)
 
 
@@ -494,11 +483,14 @@ class Mixture:
     @property
     def fingerprint(self) -> str:
         """Identifies the rows: equal strings mean the same row at each sample."""
-        return self._named(self.order.fingerprint)
+        return self.fingerprint_at(LARGEST)
 
     def fingerprint_at(self, samples: int) -> str:
         """Identify the first ``samples`` rows: phases that start later are not included."""
-        return self._named(self.order.fingerprint_at(samples))
+        rows = (getattr(dataset, "fingerprint", None) for dataset in self.datasets)
+        sources = zip(self.order.sources, rows, strict=True)
+        facts = {name: facts_of(row) or {"rows": row} for name, row in sources}
+        return state_facts(order=self.order.fingerprint_at(samples), sources=facts)
 
     def __getitem__(self, sample: int) -> TensorDict:
         return self.__getitems__([sample])[0]
@@ -522,9 +514,3 @@ class Mixture:
         joined = {key: torch.cat([first[key], *(part[key] for part in others)]) for key in keys}
         batch = {key: rows.index_select(0, back) for key, rows in joined.items()}
         return TensorDict({**batch, "source": torch.from_numpy(sources)}, [len(samples)])
-
-    def _named(self, order: str) -> str:
-        rows = (getattr(dataset, "fingerprint", None) for dataset in self.datasets)
-        sources = zip(self.order.sources, rows, strict=True)
-        facts = {name: facts_of(row) or {"rows": row} for name, row in sources}
-        return state_facts(order=order, sources=facts)

@@ -86,8 +86,8 @@ class Bins:
         shapes = [list(getattr(self, name).shape) for name in ARRAYS[1:]]
         if self.offsets[:1].tolist() != [0] or shapes != [pieces] * 3:
             raise ValueError(
-                f"bins have documents, starts and lengths of shapes {shapes}, and offsets from "
-                f"{self.offsets[:1]} to {pieces}; they must go from 0 to the number of pieces."
+                f"bins have {shapes} documents, starts and lengths, and offsets from "
+                f"{self.offsets[:1]} to {pieces}; offsets go from 0 to the number of pieces."
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -156,8 +156,9 @@ def pack(
         The bins, in the order in which they were begun; documents in a bin keep their own order.
 
     Raises:
-        ValueError: If a number, a name or a shape is out of range, or with ``long="error"`` a
-            document is too long.
+        TypeError: If a length is no integer.
+        ValueError: If a number or a name is out of range, or with ``long="error"`` a document is
+            too long.
 
     References:
         Johnson, Near-optimal bin packing algorithms, https://dspace.mit.edu/handle/1721.1/57819
@@ -170,10 +171,18 @@ def pack(
         ([0, 0, 0, 0, 0, 8], [8, 6, 2, 3, 4, 1])
     """
     tokens = _checked_lengths(lengths)
-    _check_options(capacity, align, method, long)
+    check_integers(capacity=(capacity, 1), align=(align, 1))
+    check_choice("method", method, get_args(PackingMethod))
+    check_choice("long", long, get_args(LongDocuments))
+    if capacity % align:
+        nearest = nearest_multiples(capacity, align)
+        raise ValueError(f"capacity {capacity} must be divisible by align {align}; {nearest}.")
     dropped, is_long = 0, tokens > capacity
     if long == "error" and is_long.any():
-        raise _long_error(tokens, is_long, capacity)
+        raise ValueError(
+            f"document {is_long.argmax()} has {tokens[is_long][0]} tokens; a bin has {capacity} "
+            'positions. Pass long="split" or long="drop", or a larger capacity.'
+        )
     if long == "drop":
         dropped, tokens = int(is_long.sum()), np.where(is_long, 0, tokens)
     counts = -(-tokens // capacity)
@@ -227,7 +236,6 @@ def cached_bins(
         ...     len(bins), cached_bins(folder, [3, 6, 4, 2, 9], capacity=8).path == bins.path
         (3, True)
     """
-    _check_options(capacity, align, method, long)
     if isinstance(documents, TokenFile):
         lengths, content = np.diff(documents.offsets), documents.fingerprint
         content += f" {tokenizer_of(documents.path)}"
@@ -236,7 +244,7 @@ def cached_bins(
         content = digest(lengths)
     key = digest(PACKING, content, int(capacity), method, int(align), long)
     file = path_of("folder", folder) / f"bins-{key[:16]}.npy"
-    with contextlib.suppress(FileNotFoundError, ValueError):  # there are none, or damaged ones
+    with contextlib.suppress(ValueError):  # there are none, or damaged ones
         return open_bins(file)
     _save(pack(lengths, capacity, method=method, align=align, long=long), file)
     return open_bins(file)
@@ -246,8 +254,7 @@ def open_bins(file: Path) -> Bins:
     """Map bins that ``cached_bins`` wrote; pieces are read from disk on use.
 
     Raises:
-        FileNotFoundError: If there are none.
-        ValueError: If a bit has changed since they were written.
+        ValueError: If there are none, or a bit has changed since they were written.
     """
     try:
         stored = np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
@@ -256,10 +263,8 @@ def open_bins(file: Path) -> Bins:
         count = np.searchsorted(offsets, len(offsets) - 1)
         sizes = {"capacity": capacity, "align": align, "dropped": dropped}
         bins = Bins(offsets[: count + 1], *(column[:-1] for column in pieces), **sizes, path=file)
-    except FileNotFoundError:
-        raise
     except Exception as error:  # a damaged header can raise anything
-        raise ValueError(f"{file} is damaged ({error}). Delete it, and pack again.") from None
+        raise ValueError(f"{file} cannot be read ({error}). Delete it, and pack again.") from None
     if _number_of(bins.fingerprint) != checksum:
         raise ValueError(f"{file} has changed since it was written. Delete it, and pack again.")
     return bins
@@ -345,32 +350,6 @@ def _best_fit(lengths: Ints, capacity: int) -> Ints:
 
 def _checked_lengths(values: ArrayLike) -> Ints:
     lengths = np.asarray(values)
-    if lengths.ndim != 1 or (lengths.size and lengths.dtype.kind not in "iu"):
-        raise ValueError(
-            f"lengths must be integers [documents], not {lengths.dtype} of shape {lengths.shape}. "
-            "np.diff(open_tokens(path).offsets) gives the lengths of a token file."
-        )
-    if lengths.size and lengths.min() < 0:
-        raise ValueError(
-            f"document {int(lengths.argmin())} has length {lengths.min()}; lengths are tokens, "
-            "0 or more."
-        )
-    return lengths.astype(np.int64)
-
-
-def _check_options(capacity: int, align: int, method: str, long: str) -> None:
-    check_integers(capacity=(capacity, 1), align=(align, 1))
-    if capacity % align:
-        nearest = nearest_multiples(capacity, align)
-        raise ValueError(f"capacity {capacity} must be divisible by align {align}; {nearest}.")
-    check_choice("method", method, get_args(PackingMethod))
-    check_choice("long", long, get_args(LongDocuments))
-
-
-def _long_error(tokens: Ints, is_long: NDArray[np.bool_], capacity: int) -> ValueError:
-    first, count = int(is_long.argmax()), int(is_long.sum())
-    others = f", and {count - 1} more are longer" if count > 1 else ""
-    return ValueError(
-        f"document {first} has {tokens[first]} tokens; a bin has {capacity} positions{others}. "
-        'Pass long="split" to split them or long="drop" to leave them out, or a larger capacity.'
-    )
+    check_integers(length=(int(lengths.min(initial=0)), 0))
+    # An empty list is of floats; else a fraction is refused instead of cut off.
+    return lengths.astype(np.int64, casting="same_kind" if lengths.size else "unsafe")

@@ -52,7 +52,7 @@ from forgekit.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from forgekit.files import atomic_directory, sync, write_atomic
+from forgekit.files import atomic_directory, write_atomic
 from forgekit.hashing import digest, hash_integers
 from forgekit.terminal import printable
 
@@ -151,12 +151,8 @@ def prepare(
             making it.
         ValueError: If a text cannot be read, a number is out of range, or there is too little text.
     """
-    check_integers(
-        held_out_every=(held_out_every, 2),
-        sample_bytes=(sample_bytes, 1),
-        shard_tokens=(shard_tokens, 1),
-        workers=(workers, 0),
-    )
+    check_integers(held_out_every=(held_out_every, 2), sample_bytes=(sample_bytes, 1))
+    check_integers(shard_tokens=(shard_tokens, 1), workers=(workers, 0))
     out, documents = path_of("out", out), _documents(source)
     if tokenizer is None:
         check_integers(vocab_size=(vocab_size, SMALLEST_VOCAB, LARGEST_VOCAB))
@@ -242,12 +238,6 @@ class TextReader:
                 self.report(task, done, total)
                 reported = done
             yield at, texts
-        if not at.documents:
-            first = f" (first: {at.problems[0]})" if at.broken else ""
-            raise ValueError(
-                f"there is no text to prepare: {at.broken} documents are broken{first}. "
-                "Name files with at least one character that is not white space."
-            )
         self.report(task, total or characters, total)
 
     def sample(self, limit: int) -> Iterator[str]:
@@ -371,10 +361,7 @@ def _tokenizer(
     file = folder / TOKENIZER
     if not file.is_file():
         made = train_tokenizer(texts.sample(sample_bytes), vocab_size) if given is None else given
-        temporary = file.with_suffix(".new")
-        made.save(str(temporary))
-        sync(temporary)
-        temporary.rename(file)
+        write_atomic(file, made.to_str(pretty=True).encode())
     return load_tokenizer(file)
 
 

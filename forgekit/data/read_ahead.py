@@ -171,10 +171,7 @@ class DeviceCopies:
         self, device: torch.device, ahead: int, note: Callable[[Tensor, Tensor], None] | None = None
     ) -> None:
         self.device, self.ahead, self.note = device, ahead, note
-        try:
-            self._module: Any = torch.get_device_module(device)
-        except RuntimeError:  # "meta" has no module
-            self._module = None
+        self._module: Any = getattr(torch, device.type, None)  # "meta" has no module
         self._stream = self._module.Stream(device) if hasattr(self._module, "Stream") else None
 
     def start(self, batch: TensorDict) -> Copy:

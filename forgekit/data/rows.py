@@ -209,11 +209,6 @@ class RowDataset:
         return self.documents.vocab_size
 
     @property
-    def eos_id(self) -> int:
-        """The id on padding: the one that closes each document of a token file, else 0."""
-        return self.documents.eos_id
-
-    @property
     def bytes_per_token(self) -> float | None:
         """Bytes of text per token, from the metadata's ``text_bytes``; None if it has none."""
         return self.documents.bytes_per_token
@@ -263,7 +258,7 @@ class RowDataset:
             self.documents.prefetch(itertools.chain.from_iterable(spans))
         pieces = [[self._read(*span) for span in of_row] for of_row in spans]
         align = 1 if self.bins is None else self.bins.align
-        batch = fill_rows(pieces, self.seq_len, self.eos_id, align)
+        batch = fill_rows(pieces, self.seq_len, self.documents.eos_id, align)
         if not self.doc_ids:
             batch = batch.select("input_ids", "labels")
         if self.transforms:

@@ -113,13 +113,7 @@ def stream_documents(
             raise ValueError("eos_id is missing; token ids without a tokenizer need one.")
         eos_id = token_id(tokenizer, END_OF_TEXT)
     rows = DocumentRows(
-        documents=as_documents(documents),
-        tokenizer=tokenizer,
-        eos_id=eos_id,
-        seq_len=seq_len,
-        batch_size=batch_size,
-        epochs=epochs,
-        transforms=tuple(transforms),
+        as_documents(documents), tokenizer, eos_id, seq_len, batch_size, epochs, tuple(transforms)
     )
     return DocumentStream(rows, rank, world, workers)
 
@@ -132,6 +126,7 @@ class DocumentStream:
 
     Attributes:
         world: Number of data-parallel ranks that share the documents.
+        cursor: Its position, with counts of what this rank has read.
         fingerprint: Identifies the documents, as their source does.
     """
 
@@ -141,7 +136,7 @@ class DocumentStream:
         self._rows = rows
         self._rank = rank
         self._workers = workers
-        self._cursor = Cursor()
+        self.cursor = Cursor()
         self._reader = Reader()
 
     @property
@@ -152,17 +147,7 @@ class DocumentStream:
     @property
     def rows(self) -> int:
         """Rows with targets that this rank has read; how many the others have it cannot know."""
-        return self._cursor.rows
-
-    @property
-    def broken(self) -> int:
-        """Documents that this rank has left out because they could not be read."""
-        return self._cursor.broken
-
-    @property
-    def epoch(self) -> int:
-        """How often this rank has read its documents to their end."""
-        return self._cursor.epoch
+        return self.cursor.rows
 
     @property
     def is_endless(self) -> bool:
@@ -175,13 +160,13 @@ class DocumentStream:
 
     def padding(self) -> TensorDict:
         """Make a micro-batch without a document, for a rank that has none."""
-        return self._rows.padding()
+        return self._rows.batch([])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last micro-batch, in JSON values."""
         part, parts = self._part()
         facts = {"fingerprint": self.fingerprint, "reader": part, "readers": parts}
-        return {**facts, **attrs.asdict(self._cursor)}
+        return {**facts, **attrs.asdict(self.cursor)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a position, exactly.
@@ -193,23 +178,22 @@ class DocumentStream:
         now = self.state_dict()
         if state["fingerprint"] != now["fingerprint"]:
             raise ValueError(
-                "the stream's position is in other documents. Stream the same ones, or start a new "
-                "run."
+                "the stream's position is in other documents. Stream the same ones or start anew."
             )
         if any(state[name] != now[name] for name in ("reader", "readers")):
             raise ValueError(
                 f"the stream's position is that of reader {state['reader']} of {state['readers']}, "
                 f"and this is reader {now['reader']} of {now['readers']}. Half-read documents "
-                "cannot be divided among other readers without repeating or skipping some. Resume "
-                "on as many ranks and workers, or prepare token files, which resume on any number."
+                "cannot be divided among others. Resume on as many ranks and workers, or prepare "
+                "token files, which resume on any number."
             )
         self.close()
-        self._cursor = Cursor(**{name: state[name] for name in attrs.asdict(self._cursor)})
+        self.cursor = Cursor(**{name: state[name] for name in attrs.asdict(self.cursor)})
 
     def __iter__(self) -> Iterator[TensorDict]:
         with contextlib.suppress(StopIteration):
             while True:
-                batch, self._cursor = self._reader.take(self._open)
+                batch, self.cursor = self._reader.take(self._open)
                 yield batch
 
     def __enter__(self) -> DocumentStream:
@@ -223,7 +207,7 @@ class DocumentStream:
         self._reader.close()
 
     def _open(self) -> Generator[Any]:
-        batches = self._rows.read(self._cursor, *self._part())
+        batches = self._rows.read(self.cursor, *self._part())
         return compute_ahead(lambda batch: batch, batches, workers=self._workers)
 
     def _part(self) -> tuple[int, int]:
@@ -252,7 +236,7 @@ class Cursor:
     broken: int = 0
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class DocumentRows:
     """How documents become micro-batches; reads them from any cursor."""
 
@@ -270,13 +254,9 @@ class DocumentRows:
         while batch := list(itertools.islice(rows, self.batch_size)):
             count += len(batch)
             _, after = batch[-1]
-            yield self._batch([pieces for pieces, _ in batch]), attrs.evolve(after, rows=count)
+            yield self.batch([pieces for pieces, _ in batch]), attrs.evolve(after, rows=count)
 
-    def padding(self) -> TensorDict:
-        """Make a micro-batch that holds no document."""
-        return self._batch([])
-
-    def _batch(self, rows: list[list[Piece]]) -> TensorDict:
+    def batch(self, rows: list[list[Piece]]) -> TensorDict:
         """Build a micro-batch; rows that the data do not fill are padding."""
         missing: list[list[Piece]] = [[]] * (self.batch_size - len(rows))
         batch = fill_rows([*rows, *missing], self.seq_len, self.eos_id)

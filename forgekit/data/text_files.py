@@ -140,8 +140,7 @@ class _PatientFile(io.RawIOBase):
 
     def __init__(self, url: Url) -> None:
         fs, root = fs_of(url)
-        self._url, self._at = url, 0
-        self._file = retried(lambda: fs.open(root, "rb", cache_type="none"), url)
+        self._url, self._file = url, retried(lambda: fs.open(root, "rb", cache_type="none"), url)
 
     def readable(self) -> bool:
         return True
@@ -149,29 +148,22 @@ class _PatientFile(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = self._file.seek(offset, whence)
-        return self._at
+        return self._file.seek(offset, whence)
 
     def readinto(self, buffer: Any) -> int:
-        def read() -> bytes:
-            self._file.seek(self._at)
-            try:
-                return self._file.read(len(buffer))
-            except OSError as error:
-                if error.errno == errno.EBUSY:  # s3fs, of an object with another ETag
-                    raise ValueError(
-                        f"{self._url} changed while it was read; start anew."
-                    ) from error
-                raise
-
-        content = retried(read, self._url)
+        # fsspec advances only behind a read that has succeeded, so the next try reads the same.
+        content = retried(lambda: self._read(len(buffer)), self._url)
         buffer[: len(content)] = content
-        self._at += len(content)
         return len(content)
+
+    def _read(self, size: int) -> bytes:
+        try:
+            return self._file.read(size)
+        except OSError as error:
+            if error.errno == errno.EBUSY:  # s3fs, of an object with another ETag
+                raise ValueError(f"{self._url} changed while it was read; start anew.") from error
+            raise
 
 
 @attrs.frozen
@@ -377,8 +369,6 @@ def _damage_of(file: File, error: Exception) -> ValueError:
 def files_at(paths: Paths) -> list[File]:
     """List the files to read, each once, in a fixed order."""
     named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
-    if not named:
-        raise ValueError("no paths were given; name at least one file or folder.")
     unique: dict[File, File] = {}
     for path in named:
         location = location_of("a path", path)

@@ -138,15 +138,8 @@ def fill_tokens(
     if not counts:
         raise ValueError("there are no documents; a token file needs at least one.")
     save(OFFSETS, np.frombuffer(ends, np.int64))
-    index = {
-        **KIND,
-        "vocab_size": vocab_size,
-        "eos_id": eos_id,
-        "shards": counts,
-        "checksums": checksums,
-        "fingerprint": digest.hexdigest(),
-        "metadata": dict(metadata),
-    }
+    index = {**KIND, "vocab_size": vocab_size, "eos_id": eos_id, "shards": counts}
+    index |= {"checksums": checksums, "fingerprint": digest.hexdigest(), "metadata": dict(metadata)}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
@@ -242,9 +235,7 @@ class TokenFile:
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
         """Copy tokens ``start`` to ``stop`` out of the shards."""
         if not 0 <= start <= stop <= self.tokens:
-            raise IndexError(
-                f"tokens {start}:{stop} must lie within 0:{self.tokens} of {self.path}."
-            )
+            raise IndexError(f"tokens {start}:{stop} must lie within 0:{self.tokens}.")
         out = np.empty(stop - start, dtype=np.int64)
         shard = bisect_right(self.starts, start) - 1
         done, within = 0, start - self.starts[shard]
@@ -270,8 +261,8 @@ def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenF
         The token file; tokens are read on use.
 
     Raises:
-        FileNotFoundError: If there is no token file, or one of its files is missing.
-        ValueError: If a file is truncated, foreign, changed or of another version; names it.
+        FileNotFoundError: If there is no token file.
+        ValueError: If a file is missing, truncated, foreign, changed or of another version.
         UrlError: If what is behind the URL cannot be reached.
     """
     folder = location_of("the token file", path)
@@ -313,21 +304,16 @@ def _remote(
     listed = retried(lambda: fs.ls(root, detail=True, refresh=True), folder)
     sizes = {entry["name"].rpartition("/")[2]: entry["size"] for entry in listed}
     for name, count in zip(names, [*counts, None], strict=True):
-        if name not in sizes:
-            raise FileNotFoundError(f"{folder / name} is missing. Upload the token file again.")
         kind = np.dtype(np.int64) if count is None else dtype
-        length, rest = divmod(sizes[name] - NPY_HEADER_BYTES, kind.itemsize)
-        block_bytes = _block_bytes(name, length * kind.itemsize)
-        blocks = checksums.get(name, [])
-        is_whole = not rest and count in (None, length) and length * kind.itemsize > 0
-        if not is_whole or len(blocks) != -(-length * kind.itemsize // block_bytes):
+        size = sizes.get(name, 0) - NPY_HEADER_BYTES
+        length = size // kind.itemsize if count is None else count
+        if not length or size != length * kind.itemsize:
             raise ValueError(
-                f"{folder / name} has {sizes[name]} bytes, and {INDEX} names "
-                f"{'documents' if count is None else f'{count} tokens'} in {len(blocks)} blocks. "
-                "Upload the token file again."
+                f"{folder / name} has {sizes.get(name, 'no')} bytes, which are not what {INDEX} "
+                "names. Upload the token file again."
             )
-        file = folder / name, fs, f"{root}/{name}"
-        yield RemoteArray(*file, kind, length, blocks, block_bytes, cache)
+        file, blocks = (folder / name, fs, f"{root}/{name}"), checksums.get(name, [])
+        yield RemoteArray(*file, kind, length, blocks, _block_bytes(name, size), cache)
 
 
 def is_token_file(path: str | os.PathLike[str], *, besides: Iterable[str] = ()) -> bool:
@@ -394,10 +380,8 @@ def _map(file: Path) -> NDArray[Any]:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"it holds {array.dtype} {list(array.shape)}, no integers in a row")
-    except FileNotFoundError:
-        raise
     except Exception as error:  # a damaged header can raise anything
-        raise ValueError(f"{file} is damaged ({error}). Write the token file again.") from None
+        raise ValueError(f"{file} cannot be read ({error}). Write the token file again.") from None
     return array.view(np.ndarray)
 
 

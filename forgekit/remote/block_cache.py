@@ -16,7 +16,6 @@ import uuid
 from collections.abc import Iterable
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import attrs
@@ -55,14 +54,13 @@ class BlockCache:
     The folder is looked at once for each 64th of the limit that a process writes, and then filled
     to seven eighths at most: eight processes that write as fast as they can stay below the limit.
 
-    Args:
-        folder: The folder; None is ``blocks`` in ``forgekit.remote.urls.local_folder()``.
-        limit: Most bytes; None is ``FORGEKIT_CACHE_GIB``. A single block may be larger.
+    Attributes:
+        folder: ``blocks`` in ``forgekit.remote.urls.local_folder()``.
+        limit: Most bytes: ``FORGEKIT_CACHE_GIB``. A single block may be larger.
     """
 
-    def __init__(self, folder: Path | None = None, limit: int | None = None) -> None:
-        self.folder = folder or local_folder() / "blocks"
-        self.limit = _limit() if limit is None else limit
+    def __init__(self) -> None:
+        self.folder, self.limit = local_folder() / "blocks", _limit()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._checked: set[str] = set()

@@ -52,12 +52,7 @@ _REMEDIES = MappingProxyType(
         "NoSuchBucket": "there is no such bucket. Make it, or correct the URL",
         "NoCredentialsError": f"no credentials were given. {_CREDENTIALS}",
         "PartialCredentialsError": f"half of the credentials are not given. {_CREDENTIALS}",
-        "InvalidAccessKeyId": f"the store does not know the access key. {_CREDENTIALS}",
-        "SignatureDoesNotMatch": f"the secret key is not that of the access key. {_CREDENTIALS}",
         "ParamValidationError": "no bucket has such a name. Correct the URL",
-        "ExpiredToken": "the credentials have expired. Renew them",
-        "RequestTimeTooSkewed": "the clock of this machine differs from the store's by more than "
-        "it allows. Set the clock",
     }
 )
 

@@ -2,8 +2,8 @@
 
 Moments are counted in reports of progress, so that they do not depend on how fast a machine is.
 
-Run as a script: ``kill_prepare.py kill SOURCE OUT SEED...`` or ``kill_prepare.py measure
-SOURCE...``. Processes are forked from one that has imported everything and computed nothing.
+Run as a script: ``kill_prepare.py SOURCE OUT SEED...``. Processes are forked from one that has
+imported everything and computed nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def small_steps():
     encode.AT_ONCE, encode.PIECE, prepare.PART_BYTES, prepare.REPORT_BYTES = 2000, 500, 3000, 1000
 
 
-def make(source, out, *, kill_after=None, count_to=None, **options):
+def make(source, out, *, kill_after=None, count_to=None):
     """Prepare; kill the process soon after a number of reports, or write how many there were."""
     reports = itertools.count(1)
 
@@ -41,14 +41,14 @@ def make(source, out, *, kill_after=None, count_to=None, **options):
 
     documents = text_documents(source, errors="skip")
     # Long enough that a kill hits the writing, and not always what comes before.
-    options = {"held_out_every": 3, "shard_tokens": 5000, "sample_bytes": 20_000} | options
+    options = {"held_out_every": 3, "shard_tokens": 5000, "sample_bytes": 20_000}
     prepare.prepare(documents, out, vocab_size=300, progress=report, **options)
     if count_to is not None:
         count_to.write_text(str(next(reports) - 1))
 
 
 def forked(work, *args, **options):
-    """Run in a child; return its exit status and resource usage."""
+    """Run in a child; return its exit status."""
     pid = os.fork()
     if not pid:
         try:
@@ -57,15 +57,14 @@ def forked(work, *args, **options):
             sys.stderr.write(f"{error!r}\n")
             os._exit(1)
         os._exit(0)
-    _, status, usage = os.wait4(pid, 0)
-    return status, usage
+    return os.waitpid(pid, 0)[1]
 
 
 def kill(source, out, *seeds):
     """Print, for each seed, how many were killed and how many finished parts each had left."""
     small_steps()
     counted = Path(f"{out}-reports")
-    status, _ = forked(make, source, f"{out}-undisturbed", count_to=counted)
+    status = forked(make, source, f"{out}-undisturbed", count_to=counted)
     assert status == 0, status
     reports = int(counted.read_text())
     for seed in seeds:
@@ -73,7 +72,7 @@ def kill(source, out, *seeds):
         parts, kills, status = [], 0, None
         while status != 0:
             last = 1 + int(reports * chance.uniform(0.1, 0.5 + 0.1 * kills))
-            status, _ = forked(make, source, f"{out}-{seed}", kill_after=last)
+            status = forked(make, source, f"{out}-{seed}", kill_after=last)
             assert status in (0, signal.SIGKILL), status
             kills += status != 0
             left = Path(out).parent.glob(f".{Path(out).name}-{seed}.*.new")
@@ -81,16 +80,5 @@ def kill(source, out, *seeds):
         sys.stdout.write(json.dumps({"kills": kills, "parts": parts}) + "\n")
 
 
-def measure(*sources):
-    """Print the peak memory of preparing each source, in MB."""
-    encode.AT_ONCE = encode.PIECE = prepare.PART_BYTES = 2**18
-    peaks = []
-    for source in sources:
-        status, usage = forked(make, source, f"{source}-out", shard_tokens=2**16)
-        assert status == 0, status
-        peaks.append(usage.ru_maxrss / 1024)
-    sys.stdout.write(json.dumps(peaks) + "\n")
-
-
 if __name__ == "__main__":
-    {"kill": kill, "measure": measure}[sys.argv[1]](*sys.argv[2:])
+    kill(*sys.argv[1:])

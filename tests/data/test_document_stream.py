@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from forgekit.data.batch import check_batch
 from forgekit.data.documents import huggingface_documents, random_documents
-from forgekit.data.groups import groups
 from forgekit.data.stream import stream_documents
 from forgekit.data.text_files import text_documents
 from forgekit.data.token_files import token_documents, write_tokens
@@ -81,7 +80,7 @@ documents_strategy = st.lists(
 
 
 @given(documents_strategy, st.integers(1, 9), st.integers(1, 4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_token_that_follows_another_one_is_a_target_once(documents, seq_len, batch_size):
     batches = list(stream_of(documents, seq_len, batch_size, epochs=1))
     assert targets(batches) == pairs_of(documents)
@@ -97,7 +96,7 @@ def test_every_token_that_follows_another_one_is_a_target_once(documents, seq_le
 
 
 @given(documents_strategy, st.integers(1, 7), st.integers(1, 3), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_it_goes_on_exactly_from_any_micro_batch(documents, seq_len, batch_size, data):
     whole = [content(b) for b in islice(stream_of(documents, seq_len, batch_size), 12)]
     stop = data.draw(st.integers(0, 8))
@@ -141,21 +140,20 @@ def kinds(tmp_path_factory):
 KINDS = ["files", "list", "named", "eager", "streamed", "shuffled", "tokens", "random"]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "workers"), list(zip(KINDS, [0, 1] * 4, strict=True)))
 def test_every_kind_of_documents_resumes_exactly_on_every_rank(kinds, kind, workers):
     tokenizer = None if kind in ("tokens", "random") else TOKENIZER
     for rank in range(2):
         options = {"rank": rank, "world": 2, "tokenizer": tokenizer}
         undisturbed = stream_of(kinds[kind], 16, 3, **options)
         states, batches = [undisturbed.state_dict()], []
-        for batch in islice(undisturbed, 14):
+        for batch in islice(undisturbed, 10):
             batches.append(content(batch))
             states.append(json.loads(json.dumps(undisturbed.state_dict())))
-        for stop in (0, 1, 4, 9, 13):
+        for stop in (0, 4, 9):
             with stream_of(kinds[kind], 16, 3, **options, workers=workers) as resumed:
                 resumed.load_state_dict(states[stop])
-                assert [content(batch) for batch in islice(resumed, 14 - stop)] == batches[stop:]
+                assert [content(batch) for batch in islice(resumed, 10 - stop)] == batches[stop:]
 
 
 def read(documents, part, parts):
@@ -184,50 +182,35 @@ class _Torch(torch.utils.data.IterableDataset):
 # Workers are forked here, which newer Pythons frown upon, and torch where there is one core.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create .* worker:UserWarning")
-@pytest.mark.parametrize("kind", ["streamed", "files"])
-def test_workers_of_torchs_loader_share_the_documents_too(kinds, kind):
+def test_workers_of_torchs_loader_share_the_documents_too(kinds):
     """Hugging Face divides its files among such workers once more, which would lose documents."""
-    stream = stream_of(kinds[kind], 16, 3, tokenizer=TOKENIZER, rank=1, world=2)
+    options = {"documents": kinds["streamed"], "seq_len": 16, "tokenizer": TOKENIZER}
+    stream = stream_of(**options, rank=1, world=2)
     loader = torch.utils.data.DataLoader(_Torch(stream, 5), batch_size=None, num_workers=2)
     found: dict = {0: [], 1: []}
     for batch in loader:
         state = batch.pop("state")
         found[int(batch.pop("reader"))].append(content(batch))
     for worker in (0, 1):
-        alone = stream_of(kinds[kind], 16, 3, tokenizer=TOKENIZER, rank=2 + worker, world=4)
+        alone = stream_of(**options, rank=2 + worker, world=4)
         assert found[worker] == [content(batch) for batch in islice(alone, 5)]
     with pytest.raises(ValueError, match=r"is that of reader 3 of 4, and this is reader 1 of 2"):
         stream.load_state_dict(state)
 
 
 def test_epochs_follow_each_other_without_end_and_are_counted():
-    stream = stream_of([[1, 2, 3], [4, 5]], seq_len=3, batch_size=1)
-    assert targets(islice(stream, 40))[: 3 * 5] == 3 * pairs_of([[1, 2, 3], [4, 5]])
-    assert stream.epoch == 20
-    assert (stream.rows, stream.is_endless) == (40, True)
-
-
-def test_groups_pull_micro_batches_when_they_are_used():
-    stream = stream_of(random_documents(9, 50), rank=1, world=4)
-    for number, group in enumerate(islice(groups(stream, stream.micro_batches(24)), 3)):
-        assert stream.rows == number * 6
-        assert len(list(group)) == 3
-        assert group.samples is None  # the step counts: other ranks' rows are not known here
-    with pytest.raises(
-        ValueError, match=r"size 20 must be divisible by batch_size 2 \* 4 data-par"
-    ):
-        stream.micro_batches(20)
-
-
-def test_transforms_are_applied_in_their_order():
     def double(batch):
         return batch.set("input_ids", batch["input_ids"] * 2)
 
     def note(batch):
         return batch.set("source", batch["input_ids"][:, 0])
 
-    (batch,) = stream_of([[1, 2]], 4, 1, epochs=1, transforms=[double, note])
-    assert batch["source"].tolist() == [2]
+    stream = stream_of([[1, 2, 3], [4, 5]], 3, 1, transforms=[double, note], rank=0, world=1)
+    batches = list(islice(stream, 40))
+    pairs = [(2 * token, label) for token, label in pairs_of([[1, 2, 3], [4, 5]])]
+    assert targets(batches)[: 3 * 5] == 3 * pairs
+    assert [int(batch["source"]) for batch in batches[:2]] == [2, 8]
+    assert (stream.cursor.epoch, stream.rows, stream.is_endless) == (20, 40, True)
 
 
 def test_broken_documents_are_left_out_counted_and_named(tmp_path, caplog):
@@ -239,12 +222,12 @@ def test_broken_documents_are_left_out_counted_and_named(tmp_path, caplog):
     stream = stream_of(text_documents(tmp_path, errors="skip"), **options, epochs=1)
     kept = [[*TOKENIZER.encode(text).ids] for text in ("abc", "def")]
     assert targets(stream) == pairs_of(kept)
-    assert stream.broken == 2
+    assert stream.cursor.broken == 2
     named = [record.message.split()[2] for record in caplog.records]
     assert [Path(name).name for name in named] == ["a.jsonl:2", "a.jsonl:3"]
 
 
-def test_a_thread_gives_the_same_batches_and_its_errors_arrive():
+def test_a_thread_goes_on_when_it_was_closed_and_its_errors_arrive():
     class Failing:
         fingerprint, size = "failing", None
 
@@ -263,66 +246,41 @@ def test_a_thread_gives_the_same_batches_and_its_errors_arrive():
 
 
 BAD = {
-    "rank": ({"rank": 2, "world": 2}, ValueError, r"rank 2 must lie in range\(world=2\)"),
-    "seq_len": ({"seq_len": 0}, ValueError, "seq_len 0 must be at least 1"),
-    "workers": (
-        {"workers": 2},
-        ValueError,
-        r"workers 2 must be at most 1\.",
-    ),
-    "eos": ({"eos_id": None}, ValueError, "eos_id is missing; token ids without a tokenizer need"),
-    "iterator": (
-        {"documents": iter([[1]])},
-        TypeError,
-        "list_iterator; it must be a source, .* can be read only once",
-    ),
+    r"rank 2 must lie in range\(world=2\)": {"rank": 2, "world": 2},
+    r"workers 2 must be at most 1\.": {"workers": 2},
+    "eos_id is missing; token ids without a tokenizer need": {"eos_id": None},
+    "list_iterator; it must be a source, .* can be read only once": {"documents": iter([[1]])},
+    "reader 0 of 1 found no document .0 are broken.. Stream at leas": {"documents": [[]]},
+    r"document 0 is <U1 of shape \(\); .*; encode text with a tokenizer": {"documents": ["a"]},
 }
 
 
-@pytest.mark.parametrize(("options", "error", "message"), BAD.values(), ids=BAD)
-def test_bad_arguments_are_refused(options, error, message):
-    with pytest.raises(error, match=message):
-        stream_of(**{"documents": [[1]], **options})
-
-
-BAD_DOCUMENTS = {
-    "none": ([[]], "reader 0 of 1 found no document .0 are broken.. Stream at leas"),
-    "text": (["a"], r"document 0 is <U1 of shape \(\); .*; encode text with a tokenizer first"),
-    "floats": ([[0.5]], r"document 0 is float64 of shape \(1,\); a document is a 1-"),
-}
-
-
-@pytest.mark.parametrize(("documents", "message"), BAD_DOCUMENTS.values(), ids=BAD_DOCUMENTS)
-def test_documents_that_cannot_be_streamed_are_refused(documents, message):
-    with pytest.raises(ValueError, match=message):
-        next(iter(stream_of(documents)))
+@pytest.mark.parametrize("message", BAD)
+def test_what_cannot_be_streamed_is_refused(message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        next(iter(stream_of(**{"documents": [[1]], **BAD[message]})))
 
 
 COLLECTIONS = {
-    "ids": ([[1, 2, 3, 4, 5], [6, 7, 8]], [[9] * 5, [8] * 3]),
     "lengths": ([[1, 2], [3]], [[1], [2, 3]]),
     "pairs": ([("a", "one"), ("b", "two")], [("a", "one"), ("b", "six")]),
-    "more": ([[1], [2]], [[1], [2], [3]]),
     "without a length": (range_of(5), range_of(6)),
 }
 
 
-@pytest.mark.parametrize(("before", "after"), COLLECTIONS.values(), ids=COLLECTIONS)
-def test_a_position_in_a_collection_belongs_to_its_contents(before, after):
-    is_text = not isinstance(next(iter(before))[-1], int | np.integer)
-    options = {"tokenizer": TOKENIZER} if is_text else {}
+@pytest.mark.parametrize("kind", COLLECTIONS)
+def test_a_position_in_a_collection_belongs_to_its_contents(kind):
+    before, after = COLLECTIONS[kind]
+    options = {"tokenizer": TOKENIZER if kind == "pairs" else None}
     state = stream_of(before, 4, 1, **options).state_dict()
     stream_of(before, 4, 1, **options).load_state_dict(state)
     with pytest.raises(ValueError, match=r"is in other documents\. Stream the same ones"):
         stream_of(after, 4, 1, **options).load_state_dict(state)
 
 
-def test_a_position_of_another_rank_or_in_other_documents_is_refused():
+@pytest.mark.parametrize(("rank", "world"), [(1, 2), (0, 4), (3, 8)])
+def test_a_position_of_another_rank_is_refused(rank, world):
     state = stream_of(random_documents(9, 30), rank=1, world=4).state_dict()
-    for rank, world in ((1, 2), (0, 4), (3, 8)):
-        stream = stream_of(random_documents(9, 30), rank=rank, world=world)
-        now = rf"reader 1 of 4, and this is reader {rank} of {world}\. .* cannot be divided among"
-        with pytest.raises(ValueError, match=now):
-            stream.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"is in other documents\. Stream the same ones"):
-        stream_of(random_documents(9, 31), rank=1, world=4).load_state_dict(state)
+    now = rf"reader 1 of 4, and this is reader {rank} of {world}\. .* cannot be divided among"
+    with pytest.raises(ValueError, match=now):
+        stream_of(random_documents(9, 30), rank=rank, world=world).load_state_dict(state)

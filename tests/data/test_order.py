@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import pickle
 from concurrent.futures import ThreadPoolExecutor
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -27,28 +26,7 @@ def test_every_index_is_taken_once(n, key):
     assert sorted(permute(np.arange(n), n, key)) == list(range(n))
 
 
-@given(n=RANGES, key=st.integers(0, 2**32), data=st.data())
-@settings(max_examples=30, deadline=None)
-def test_an_index_alone_goes_where_it_goes_among_others(n, key, data):
-    index = data.draw(st.integers(0, n - 1))
-    assert permute(index, n, key) == permute(np.arange(n), n, key)[index]
-
-
-@given(n=st.integers(30, 2000), seed=st.integers(0, 2**32), epoch=st.integers(0, 1000))
-@settings(max_examples=30, deadline=None)
-def test_each_epoch_holds_every_row_once_in_an_order_of_its_own(n, seed, epoch):
-    samples = np.arange(epoch * n, (epoch + 1) * n)
-    orders = [
-        sample_rows(samples, n, seed).tolist(),
-        sample_rows(samples + n, n, seed).tolist(),
-        sample_rows(samples, n, seed + 1).tolist(),
-        list(range(n)),
-    ]
-    assert all(sorted(order) == orders[-1] for order in orders)
-    assert len({tuple(order) for order in orders}) == 4
-
-
-@pytest.mark.parametrize("n", [100, 257, 1000, 4097])
+@pytest.mark.parametrize("n", [100, 1000])
 def test_statistics_are_those_of_a_shuffle(n):
     """Of a random order one place stays and one neighbour follows on average (Poisson, mean 1)."""
     orders = np.stack([permute(np.arange(n), n, key) for key in range(300)])
@@ -72,14 +50,12 @@ def test_ranges_of_several_sizes_at_once_are_those_one_by_one(data, seed):
     assert sample_rows(samples, sizes, seeds).tolist() == [int(row) for row in one_by_one]
 
 
-@pytest.mark.parametrize("n", [2**40, 2**40 + 1, 10**15])
-def test_ranges_too_large_to_hold_are_permuted_too(n):
+def test_ranges_too_large_to_hold_are_permuted_too():
+    n = 2**40 + 1
     places = np.concatenate([np.arange(50_000), n - 1 - np.arange(50_000)])
     rows = permute(places, n, 5)
     assert len(np.unique(rows)) == rows.size
     assert 0 <= rows.min() <= rows.max() < n
-    counts = np.bincount(rows * 16 // n, minlength=16)
-    assert ((counts - 6250) ** 2 / 6250).sum() < 45  # chi-squared of 15: 1e-4 of cases
 
 
 def test_the_rows_are_pinned():
@@ -87,15 +63,8 @@ def test_the_rows_are_pinned():
     assert sample_rows(range(6), 10, seed=3).tolist() == [2, 5, 1, 9, 6, 7]
     far = sample_rows([0, 1, 999_999, 1_000_000, 10**12], 10**6, seed=3)
     assert far.tolist() == [658298, 109115, 330889, 736272, 825934]
-    assert hash_integers([0, 1, -1]).tolist() == [
-        5197578548964807871,
-        12035550249420947055,
-        17896504823353187392,
-    ]
-
-
-def test_without_shuffle_rows_keep_their_order():
-    assert sample_rows(range(7), 3, seed=5, shuffle=False).tolist() == [0, 1, 2, 0, 1, 2, 0]
+    numbers = hash_integers([0, 1, -1]).tolist()
+    assert numbers == [5197578548964807871, 12035550249420947055, 17896504823353187392]
 
 
 @pytest.mark.parametrize("index", [5, -1])
@@ -141,7 +110,7 @@ def walks(order, start, count):
 
 
 @given(order=orders())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_each_source_is_walked_epoch_by_epoch_across_all_phases(order):
     for walk, size in zip(walks(order, 0, 8000), order.sizes, strict=True):
         epochs = [tuple(walk[at : at + size]) for at in range(0, len(walk), size)]
@@ -158,7 +127,7 @@ def test_each_source_is_walked_epoch_by_epoch_across_all_phases(order):
     start=st.one_of(st.integers(0, 9000), st.integers(0, FAR)),
     count=st.integers(0, 3000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_what_is_taken_can_be_counted(order, start, count):
     sources, _ = order.span(start, count)
     counts = np.bincount(sources, minlength=len(order.sources))
@@ -184,54 +153,34 @@ def test_a_span_is_its_samples_one_by_one_and_any_span_in_it(order, start, data)
         assert (found == expected[shuffled]).all()
 
 
-def exact(parts):
-    return [Fraction(part) / sum(map(Fraction, parts)) for part in parts]
-
-
-PARTS = [[7, 3], [1, 1, 1], [1], [997, 2, 1], [0, 1, 0, 2], [1, 10**5], [10**5, 1, 1], range(1, 40)]
-
-
-@pytest.mark.parametrize("parts", PARTS, ids=str)
-@pytest.mark.parametrize("start", [0, BLOCK * 999, BLOCK * 10**9])
-def test_shares_are_right_to_a_sample_of_each_source_in_every_block(parts, start):
-    """The largest source takes what the roundings of the others leave."""
-    names = [f"s{number}" for number in range(len(parts))]
-    order = fk.make_order(dict.fromkeys(names, 10), dict(zip(names, parts, strict=True)), seed=1)
-    largest = list(parts).index(max(parts))
-    for block in range(start, start + BLOCK * 20, BLOCK):
-        counts = np.bincount(order.span(block, BLOCK)[0], minlength=len(parts)).tolist()
-        for source, (count, share) in enumerate(zip(counts, exact(parts), strict=True)):
-            assert abs(count - BLOCK * share) < (len(parts) if source == largest else 1.001)
-
-
-@pytest.mark.parametrize("blocks", [1, 61, 1000, 10**6 + 1, 10**9])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_rounding_does_not_add_up(blocks, seed):
-    """A source of one row in a million gets just that, not none and not double."""
-    parts = [10**7, 100, 17, 6 * 10**6, 333]
-    sizes = dict.fromkeys("abcde", 10)
-    order = fk.make_order(sizes, dict(zip(sizes, parts, strict=True)), seed=seed)
-    for taken, share in zip(order.taken(blocks * BLOCK).tolist(), exact(parts), strict=True):
-        expected = BLOCK * blocks * share
-        assert abs(taken - expected) <= 2 + 1e-6 * expected
+@pytest.mark.parametrize(
+    "parts",
+    [[7, 3], [0, 1, 0, 2], [10**7, 100, 17, 6 * 10**6, 333], range(1, 40)],
+    ids=["two", "none", "few", "many"],
+)
+@pytest.mark.parametrize("first", [0, 61, 10**9])
+def test_shares_are_right_to_a_sample_of_each_source_in_every_block(parts, first):
+    """And roundings do not add up; the largest source takes what those of the others leave."""
+    weights = {f"s{number}": part for number, part in enumerate(parts)}
+    order = fk.make_order(dict.fromkeys(weights, 10), weights, seed=1)
+    shares = [BLOCK * part / sum(parts) for part in parts]
+    tolerance = [len(parts) if part == max(parts) else 1.001 for part in parts]
+    before = order.taken(first * BLOCK)
+    for blocks in range(first + 1, first + 20):
+        taken = order.taken(blocks * BLOCK)
+        assert (abs(taken - before - shares) < tolerance).all()
+        expected = np.multiply(shares, blocks)
+        assert (abs(taken - expected) < tolerance + 1e-6 * expected).all()
+        before = taken
 
 
 def test_many_sources_never_take_more_than_there_is():
-    """Of 700 like ones the largest could not give each its half a sample in 16,384."""
-    names = [f"s{number}" for number in range(700)]
+    """Of 300 like ones the largest could not give each its half a sample in 16,384."""
+    names = [f"s{number}" for number in range(300)]
     order = fk.make_order(dict.fromkeys(names, 10), dict.fromkeys(names, 1.0) | {"s9": 1.1})
-    counts = [order.taken(stop) for stop in range(0, 2_000_000, 130_007)]
+    counts = [order.taken(stop) for stop in range(0, 400_000, 50_021)]
     assert all((after >= before).all() for before, after in itertools.pairwise(counts))
-    assert np.bincount(order.span(0, 500_000)[0], minlength=700).min() > 600
-
-
-def test_a_share_that_nobody_would_see_is_refused():
-    sizes = {"a": 10, "b": 10}
-    with pytest.raises(ValueError, match=r"source 'b' would have a share of 5.0e-07; it must be"):
-        fk.make_order(sizes, {"a": 1, "b": 5e-7})
-    fk.make_order(sizes, {"a": 1, "b": 5e-7}, temperature=2.0)
-    with pytest.raises(ValueError, match=r"source 'a' would have a share of 1.0e-300"):
-        fk.make_order(sizes, {"a": 1, "b": 1}, phases=[fk.Phase(9, {"b": 1e300})])
+    assert np.bincount(order.span(0, 90_000)[0], minlength=300).min() > 280
 
 
 # Weights 3:1, then 1:1 from block 3 on, then b alone from 5 on, and a as at first from 7 on.
@@ -255,13 +204,12 @@ TAKEN = {
 }
 
 
-@pytest.mark.parametrize("samples", TAKEN)
-def test_phases_take_what_was_worked_out_by_hand(samples):
+def test_a_phase_inherits_nothing_from_the_one_before():
     order = fk.make_order({"a": 100, "b": 30}, {"a": 3, "b": 1}, phases=HAND)
-    assert order.taken(samples).tolist() == TAKEN[samples]
+    assert {samples: order.taken(samples).tolist() for samples in TAKEN} == TAKEN
 
 
-@pytest.mark.parametrize("start", [0, 1, 999, BLOCK - 1, BLOCK, BLOCK + 500, 50_000])
+@pytest.mark.parametrize("start", [0, 999, BLOCK, BLOCK + 500])
 def test_a_phase_starts_at_its_sample_even_inside_a_block(start):
     sizes, weights = {"a": 70, "b": 50, "c": 9}, {"a": 3, "b": 1, "c": 0}
     plain = fk.make_order(sizes, weights, seed=2)
@@ -276,25 +224,8 @@ def test_a_phase_starts_at_its_sample_even_inside_a_block(start):
         assert np.bincount(after[at : at + BLOCK]).tolist() == [0, BLOCK // 4, 3 * BLOCK // 4]
 
 
-def test_a_phase_inherits_nothing_from_the_one_before():
-    sizes, weights = {"a": 10, "b": 10, "c": 10}, {"a": 1, "b": 2, "c": 1}
-    first, second = fk.Phase(BLOCK, {"a": 6}), fk.Phase(2 * BLOCK, {"b": 6})
-    order = fk.make_order(sizes, weights, phases=[first, second])
-    expected = [[1 / 4, 2 / 4, 1 / 4], [6 / 9, 2 / 9, 1 / 9], [1 / 8, 6 / 8, 1 / 8]]
-    for block, shares in enumerate(expected):
-        assert order.shares(block * BLOCK, BLOCK) == pytest.approx(shares, abs=1 / BLOCK)
-
-
-def test_a_phase_that_changes_no_weight_changes_no_sample():
-    sizes = {"a": 40, "b": 60}
-    plain = fk.make_order(sizes)
-    order = fk.make_order(sizes, phases=[fk.Phase(500, lr_scale=0.1), fk.Phase(900, {"a": 0.4})])
-    assert [(order.span(0, 3000)[part] == plain.span(0, 3000)[part]).all() for part in (0, 1)]
-    assert order.fingerprint == plain.fingerprint
-
-
 @given(order=orders())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_only_the_number_counts(order):
     """Not what was asked before, by whom, on which thread, in which process."""
     numbers = [0, 4999, 10**12, 3, 10**9, BLOCK - 1, BLOCK, 0, FAR]
@@ -302,36 +233,20 @@ def test_only_the_number_counts(order):
     copy = pickle.loads(pickle.dumps(order))
     assert [copy(number) for number in reversed(numbers)] == expected[::-1]
     with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(copy, numbers * 5)) == expected * 5
+        assert list(pool.map(copy, numbers * 2)) == expected * 2
 
 
 @pytest.mark.parametrize(
     ("temperature", "shares"),
-    [(1, [16 / 17, 1 / 17]), (2, [0.8, 0.2]), (0.5, [256 / 257, 1 / 257]), ("inf", [0.5, 0.5])],
+    [(2.0, [0.8, 0.2]), (0.5, [256 / 257, 1 / 257]), (np.inf, [0.5, 0.5])],
 )
 def test_temperature_is_a_root_of_the_weights_in_every_phase(temperature, shares):
-    sizes, phases = {"a": 1600, "b": 100, "c": 50}, [fk.Phase(2 * BLOCK, {"a": 1, "b": 16})]
-    weights = {"a": 16, "b": 1, "c": 0}
-    order = fk.make_order(sizes, weights, temperature=float(temperature), phases=phases)
+    phases = [fk.Phase(2 * BLOCK, {"a": 1, "b": 16})]
+    sizes, weights = {"a": 1600, "b": 100, "c": 50}, {"a": 16, "b": 1, "c": 0}
+    order = fk.make_order(sizes, weights, temperature=temperature, phases=phases)
     assert order.shares(0, 2 * BLOCK) == pytest.approx([*shares, 0], abs=5e-4)
     later = order.shares(2 * BLOCK, BLOCK * 10**6)
     assert later == pytest.approx([*reversed(shares), 0], abs=1e-8)
-
-
-def test_sources_follow_each_other_as_at_random():
-    """In blocks of a shuffle: a neighbour of the same source with p = (n_k - 1) / (BLOCK - 1)."""
-    order = fk.make_order({"a": 10, "b": 10, "c": 10}, {"a": 2, "b": 1, "c": 1}, seed=3)
-    blocks = 60
-    sources = np.stack([order.span(block * BLOCK, BLOCK)[0] for block in range(blocks)])
-    same = (np.diff(sources, axis=1) == 0).mean()
-    half, quarter = BLOCK // 2, BLOCK // 4
-    pairs = half * (half - 1) + 2 * quarter * (quarter - 1)
-    expected = pairs / (BLOCK * (BLOCK - 1))
-    assert abs(same - expected) < 4 * np.sqrt(expected * (1 - expected) / (blocks * BLOCK))
-    at_place = (sources == 0).mean(axis=0)
-    assert abs(at_place - 0.5).max() < 5 * 0.5 / np.sqrt(blocks)
-    assert abs((at_place - 0.5).std() * 2 * np.sqrt(blocks) - 1) < 0.1
-    assert len({row.tobytes() for row in sources}) == blocks
 
 
 def test_seeds_and_names_give_walks_of_their_own():
@@ -356,20 +271,19 @@ def test_the_order_is_pinned():
 
 
 SIZES = {"a": 40, "b": 60}
-CHANGED = {
-    "rows": ({"a": 41, "b": 60}, {}),
-    "name": ({"a": 40, "c": 60}, {}),
-    "sequence": ({"b": 60, "a": 40}, {}),
-    "weights": (SIZES, {"weights": {"a": 1, "b": 1}}),
-    "temperature": (SIZES, {"temperature": 2.0}),
-    "seed": (SIZES, {"seed": 1}),
-    "phase": (SIZES, {"phases": [fk.Phase(10**6, {"a": 1})]}),
-}
+CHANGED = [
+    ({"a": 41, "b": 60}, {}),
+    ({"a": 40, "c": 60}, {}),
+    ({"b": 60, "a": 40}, {}),
+    (SIZES, {"weights": {"a": 1, "b": 1}}),
+    (SIZES, {"seed": 1}),
+    (SIZES, {"phases": [fk.Phase(10**6, {"a": 1})]}),
+]
 
 
-@pytest.mark.parametrize(("sizes", "options"), CHANGED.values(), ids=CHANGED)
-def test_a_fingerprint_tells_orders_apart(sizes, options):
-    assert fk.make_order(sizes, **options).fingerprint != fk.make_order(SIZES).fingerprint
+def test_a_fingerprint_tells_orders_apart():
+    orders = [fk.make_order(sizes, **options) for sizes, options in [(SIZES, {}), *CHANGED]]
+    assert len({order.fingerprint for order in orders}) == 1 + len(CHANGED)
 
 
 def test_a_fingerprint_is_that_of_the_samples_not_of_their_description():
@@ -378,8 +292,10 @@ def test_a_fingerprint_is_that_of_the_samples_not_of_their_description():
         fk.make_order(SIZES, {"a": 0.4, "b": 0.6}),
         fk.make_order(SIZES, {"a": 16, "b": 36}, temperature=2.0, seed=np.int64(0)),
         fk.make_order(SIZES, {"a": 9, "b": 1}, phases=[fk.Phase(0, {"a": 4, "b": 6})]),
+        fk.make_order(SIZES, phases=[fk.Phase(500, lr_scale=0.1), fk.Phase(900, {"a": 0.4})]),
     ]
     assert len({order.fingerprint for order in described}) == 1
+    assert len({tuple(map(bytes, order.span(0, 3000))) for order in described}) == 1
 
 
 def test_a_phase_to_come_may_still_change():
@@ -398,37 +314,32 @@ def order_of(**options):
 
 BOTH = {"a": 1, "b": 1}
 BAD = {
-    "no rows": (lambda: fk.make_order({"a": 0}), r"sizes\['a'\] 0 must be at least 1"),
-    "missing": (lambda: order_of(weights={"a": 1}), '^weights lack "b"; give each source a weight'),
-    "unknown": (
-        lambda: order_of(weights=BOTH | {"c": 1}),
-        '^weights name "c"; the sources are "a", "b"',
+    r"sizes\['a'\] 0 must be at least 1": lambda: fk.make_order({"a": 0}),
+    '^weights lack "b"; give each source a weight': lambda: order_of(weights={"a": 1}),
+    '^weights name "c"; the sources are "a", "b"': lambda: order_of(weights=BOTH | {"c": 1}),
+    r"^the phase at sample 9: weights\['a'\] is nan; it must be finite and not negative": lambda: (
+        order_of(phases=[fk.Phase(9, {"a": np.nan})])
     ),
-    "nan": (
-        lambda: order_of(weights=BOTH, phases=[fk.Phase(9, {"a": np.nan})]),
-        r"^the phase at sample 9: weights\['a'\] is nan; it must be finite and not negative",
+    "^the phase at sample 9: weights are all 0; at least one": lambda: order_of(
+        weights={"a": 1, "b": 0}, phases=[fk.Phase(9, {"a": 0})]
     ),
-    "nothing": (
-        lambda: order_of(weights={"a": 1, "b": 0}, phases=[fk.Phase(9, {"a": 0})]),
-        r"^the phase at sample 9: weights leave every source at 0: \{'a': 0, 'b': 0\}; at least",
+    "^temperature nan must be above 0": lambda: order_of(temperature=np.nan),
+    "^lr_scale is -1; it must be finite and not negat": lambda: fk.Phase(9, lr_scale=-1),
+    r"start is 100000\.0, a float; pass an integer": lambda: fk.Phase(start=1e5),
+    "^a phase at sample 3 follows one at sample 9; put phases in increasing order": lambda: (
+        order_of(phases=[fk.Phase(9), fk.Phase(3)])
     ),
-    "temperature": (lambda: order_of(temperature=np.nan), "^temperature nan must be above 0"),
-    "scale": (lambda: fk.Phase(9, lr_scale=-1), "^lr_scale is -1; it must be finite and not negat"),
-    "phases": (
-        lambda: order_of(phases=[fk.Phase(9), fk.Phase(3)]),
-        "^a phase at sample 3 follows one at sample 9; put phases in increasing order",
+    "source 'b' would have a share of 5.0e-07; it must be": lambda: order_of(
+        weights={"a": 1, "b": 5e-7}
     ),
-    "sample": (lambda: order_of().span(-3, 9), "^sample -3 must be at least 0"),
-    "taken": (lambda: order_of().taken(-1), "^samples -1 must be at least 0"),
+    "source 'a' would have a share of 1.0e-300": lambda: order_of(
+        weights=BOTH, phases=[fk.Phase(9, {"b": 1e300})]
+    ),
+    "^sample -3 must be at least 0": lambda: order_of().span(-3, 9),
 }
 
 
-@pytest.mark.parametrize(("call", "message"), BAD.values(), ids=BAD)
-def test_what_cannot_be_an_order_is_refused(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
-
-
-def test_a_start_is_an_integer():
-    with pytest.raises(TypeError, match=r"start is 100000\.0, a float; pass an integer"):
-        fk.Phase(start=1e5)
+@pytest.mark.parametrize("message", BAD)
+def test_what_cannot_be_an_order_is_refused(message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        BAD[message]()

@@ -155,15 +155,16 @@ def test_the_cache_is_bounded_and_rows_do_not_depend_on_it(folder, url, cache, m
     assert len(sizes) > 12  # there are no more shards, so some came again
 
 
-def test_blocks_used_longest_ago_go_first(tmp_path):
-    cache = block_cache.BlockCache(tmp_path, limit=350)
+def test_blocks_used_longest_ago_go_first(cache, monkeypatch):
+    monkeypatch.setenv("FORGEKIT_CACHE_GIB", f"{351 / 2**30:.10f}")
+    blocks = block_cache.BlockCache()
     names = [block_cache._checksum(bytes([n]) * 100) for n in range(4)]
     for at, name in enumerate(names[:3]):
-        cache.keep(name, bytes([at]) * 100)
-        os.utime(tmp_path / name, (at, at))
-    cache.opened(names[0]).close()
-    cache.keep(names[3], bytes([3]) * 100)
-    assert [cache.has(name) for name in names] == [True, False, True, True]
+        blocks.keep(name, bytes([at]) * 100)
+        os.utime(cache / name, (at, at))
+    blocks.opened(names[0]).close()
+    blocks.keep(names[3], bytes([3]) * 100)
+    assert [blocks.has(name) for name in names] == [True, False, True, True]
 
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: bytes([b[0] ^ 1]) + b[1:]])
@@ -187,32 +188,21 @@ def test_a_flipped_bit_and_a_replaced_object_are_refused(bucket, tmp_path):
         remote.read(SHARD_TOKENS, SHARD_TOKENS + 1)
     with pytest.raises(ValueError, match=message):
         open_tokens(url, verify=True)
-    bucket.upload(write(tmp_path / "b", seed=9, shard_tokens=SHARD_TOKENS).path, "changing")
-    with pytest.raises(ValueError, match=r"changing/shard_00002.npy differs .* Resume to read"):
-        remote.read(2 * SHARD_TOKENS, 2 * SHARD_TOKENS + 1)
 
 
 def test_incomplete_uploads_are_refused_when_they_are_opened(bucket, tmp_path):
     fs, file = s3fs.S3FileSystem(), write(tmp_path / "a")
     url = bucket.upload(file.path, "torn")
-    shard = fs.cat_file(f"{url}/shard_00002.npy")
-    fs.pipe_file(f"{url}/shard_00002.npy", shard[:-2])
-    message = r"shard_00002.npy has 726 bytes, and index.json names 300 tokens in 1 blocks. Upload"
-    with pytest.raises(ValueError, match=message):
+    shard = f"{url}/shard_00002.npy"
+    fs.pipe_file(shard, fs.cat_file(shard)[:-2])
+    with pytest.raises(ValueError, match=r"00002.npy has 726 bytes, which are not what .* Upload"):
         open_tokens(url)
-    fs.rm_file(f"{url}/shard_00002.npy")
-    with pytest.raises(FileNotFoundError, match=r"torn/shard_00002.npy is missing. Upload the tok"):
+    fs.rm_file(shard)
+    with pytest.raises(ValueError, match=r"torn/shard_00002.npy has no bytes, .* Upload the tok"):
         open_tokens(url)
     fs.rm_file(f"{url}/index.json")
     with pytest.raises(FileNotFoundError, match=r"s3://.*/torn is not a token file: it has no ind"):
         open_tokens(url)
-
-
-def test_urls_that_lead_nowhere_are_named(tmp_path, url):
-    with pytest.raises(UrlError, match=r"s3://elsewhere/a/index.json: there is no such bucket"):
-        fk.token_dataset("s3://elsewhere/a")
-    with pytest.raises(ValueError, match=r"s3:/bucket/a looks like a URL that became a Path"):
-        fk.token_dataset(type(tmp_path)("s3://bucket/a"))
 
 
 @pytest.mark.parametrize(
@@ -220,7 +210,6 @@ def test_urls_that_lead_nowhere_are_named(tmp_path, url):
     [
         lambda url: write(url),
         lambda url: prepare(["text"], url),
-        lambda url: cached_bins(url, [1, 2], 4),
         lambda url: cached_bins(pathlib.Path(url), [1, 2], 4),
     ],
 )
@@ -237,8 +226,7 @@ def test_a_size_of_the_cache_that_is_no_number_is_named(monkeypatch, url):
         windows(url)
 
 
-@pytest.mark.parametrize("fault", ["503", "drop"])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("fault", "workers"), [("503", 0), ("drop", 2)])
 def test_an_outage_delays_the_rows_and_changes_none(folder, url, bucket, fault, workers):
     remote, expected = windows(url), batches(windows(folder))
     timer = threading.Timer(1.5, bucket.heal)
@@ -259,39 +247,16 @@ def test_an_outage_that_lasts_is_named(url, bucket, monkeypatch):
         batches(remote)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_stop_is_heard_while_data_are_out_of_reach(url, bucket, workers):
+def test_a_stop_is_heard_while_data_are_out_of_reach(url, bucket):
     remote = windows(url)
     bucket.fault = lambda method, path: "503"
     timer = threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGTERM])
     began = time.monotonic()
-    with fk.StopSignal(patience_s=0.5), fk.make_loader(remote, 4, workers=workers) as loader:
+    with fk.StopSignal(patience_s=0.5), fk.make_loader(remote, 4, workers=1) as loader:
         timer.start()
         with pytest.raises(StoppedError, match="SIGTERM while waiting for data"):
             next(iter(loader))
     assert time.monotonic() - began < 10
-
-
-def trained(rank, world, where, variables):
-    """Train some steps on each rank's share; return the weights and the losses."""
-    os.environ.update(variables)
-    torch.manual_seed(0)
-    mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
-    spec = fk.TransformerSpec(
-        vocab_size=50, dim=16, layers=1, heads=2, kv_heads=2, ffn_dim=32, max_seq_len=SEQ_LEN
-    )
-    model = fk.parallelize(fk.Transformer(spec), mesh)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh, seed=0)
-    step = fk.make_step(
-        lambda model, batch: fk.cross_entropy(model(batch["input_ids"]), batch["labels"]),
-        schedule=fk.constant(1e-2),
-    )
-    losses = []
-    with fk.train_loader(state, windows(where), 2, workers=1) as loader:
-        for batches, _ in zip(fk.groups(loader, 1), range(5), strict=False):
-            state, metrics = step(state, batches)
-            losses.append(float(metrics["loss"]))
-    return losses, {name: p.full_tensor() for name, p in state.model.named_parameters()}
 
 
 def test_data_out_of_reach_end_before_the_other_ranks_lose_patience():
@@ -309,12 +274,12 @@ def test_a_recipe_trains_from_a_bucket_what_it_trains_from_a_disk(folder, url, t
     assert len(rows[0]) == 3
 
 
-def test_two_ranks_train_from_a_bucket_what_they_train_from_a_disk(folder, url, bucket, cache):
+def _read(rank, world, where, variables):
+    os.environ.update(variables)
+    return batches(windows(where), rank=rank, world=world, workers=1)
+
+
+def test_ranks_that_share_a_cache_read_what_they_read_from_a_disk(folder, url, bucket, cache):
     variables = {**bucket.variables, "FORGEKIT_CACHE": str(cache)}
-    local = run_ranks(trained, 2, str(folder), {})
-    remote = run_ranks(trained, 2, url, variables)
-    for (losses, weights), (expected, reference) in zip(remote, local, strict=True):
-        assert losses == expected
-        assert len(set(losses)) == 5
-        for name, weight in reference.items():
-            assert torch.equal(weights[name], weight), name
+    for rank, read in enumerate(run_ranks(_read, 2, url, variables)):
+        assert_same(read, batches(windows(folder), rank=rank, world=2))

@@ -15,33 +15,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgekit.cli.program import main
 from forgekit.data.text_files import stdlib_documents, text_documents
 
 CORPUS = Path(__file__).parent / "corpus"
 
 
 def test_a_folder_gives_its_documents_sorted_and_each_line_of_jsonl_is_one():
-    names = [Path(name).name for name, _ in text_documents(CORPUS)]
-    assert names == [
-        "bread.md",
-        "ledger.py",
-        "lighthouse.txt",
-        "notes.jsonl:1",
-        "notes.jsonl:2",
-        "notes.jsonl:4",
-    ]
+    once = list(text_documents(CORPUS))
+    names = [Path(name).name for name, _ in once]
+    lines = [f"notes.jsonl:{number}" for number in (1, 2, 4)]
+    assert names == ["bread.md", "ledger.py", "lighthouse.txt", *lines]
+    # A file that is found twice counts once.
+    assert list(text_documents([CORPUS, CORPUS / "bread.md", f"{CORPUS}/../corpus"])) == once
 
 
 def test_texts_arrive_unchanged(tmp_path):
     text = "tabs\tand\r\nline ends, ümlauts and \u2028 separators\n"
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert dict(text_documents(tmp_path / "a.txt")) == {str(tmp_path / "a.txt"): text}
-
-
-def test_a_file_found_twice_counts_once():
-    once = list(text_documents(CORPUS))
-    assert list(text_documents([CORPUS, CORPUS / "bread.md", f"{CORPUS}/../corpus"])) == once
 
 
 def test_a_folder_leaves_out_hidden_foreign_and_blank_files_but_a_named_file_is_read(tmp_path):
@@ -53,68 +44,41 @@ def test_a_folder_leaves_out_hidden_foreign_and_blank_files_but_a_named_file_is_
 
 
 def test_the_standard_library_comes_without_tests_and_packages():
-    documents = dict(stdlib_documents())
-    assert 400 < len(documents) < 900
-    assert any(name.endswith("argparse.py") for name in documents)
-    assert not any("site-packages" in name or "/test/" in name for name in documents)
+    files = stdlib_documents().files
+    assert 400 < len(files) < 900
+    assert any(file.name == "argparse.py" for file in files)
+    assert not any({"site-packages", "test"} & {*file.parts} for file in files)
 
 
 BAD = {
-    "missing": (None, FileNotFoundError, r"a.txt does not exist; name an existing file or folder"),
-    "latin": (b"caf\xe9", ValueError, r"a.txt is not UTF-8: byte 0xe9 at position 3. Convert it"),
-}
-BAD_LINES = {
-    "broken": (
-        '{"text": "a"}\n{"text": ',
-        r"a.jsonl:2 cannot be read as JSON: Expecting value at column 9. Each",
+    r"a.jsonl:1 has no string .text.; it is {'body': 'a', 'id': 1}. Each": (
+        b'{"body": "a", "id": 1}'
     ),
-    "no text": (
-        '{"body": "a", "id": 1}',
-        r"no string .text.; it is {'body': 'a', 'id': 1}. Each",
-    ),
+    r"a.jsonl:2 is not UTF-8: byte 0xff at position 10": b'{"text": "a"}\n{"text": "\xff"}\n',
+    r"a.jsonl:1 cannot be read as JSON: '?utf-8": b'{"text": "\\ud83d"}',
+    r"a.jsonl:1 cannot be read as JSON: it is nested too deeply": b"[" * 100_000,
 }
 
 
-@pytest.mark.parametrize(("content", "error", "message"), BAD.values(), ids=BAD)
-def test_bad_files_are_refused(tmp_path, content, error, message):
-    if content is not None:
-        (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(error, match=message):
-        list(text_documents(tmp_path / "a.txt"))
-
-
-@pytest.mark.parametrize(("content", "message"), BAD_LINES.values(), ids=BAD_LINES)
-def test_bad_lines_are_named_by_file_and_number(tmp_path, content, message):
-    (tmp_path / "a.jsonl").write_text(content)
+@pytest.mark.parametrize("message", BAD)
+def test_lines_that_hold_no_text_are_named_by_file_and_number(tmp_path, message):
+    (tmp_path / "a.jsonl").write_bytes(BAD[message])
     with pytest.raises(ValueError, match=message):
         list(text_documents(tmp_path))
 
 
-def test_a_bad_byte_in_jsonl_is_named_by_its_line(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=r"a.jsonl:2 is not UTF-8: byte 0xff at position 10"):
-        list(text_documents(tmp_path))
-
-
-def test_a_folder_without_texts_and_an_empty_list_are_refused(tmp_path):
+def test_paths_without_texts_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"a.txt does not exist; name an existing file or"):
+        text_documents(tmp_path / "a.txt")
     (tmp_path / "a.png").write_text("")
     with pytest.raises(FileNotFoundError, match=re.escape("holds no file to read among 1 entries")):
         text_documents(tmp_path)
-    with pytest.raises(ValueError, match="no paths were given; name at least one"):
-        text_documents([])
-
-
-@pytest.mark.parametrize("content", ['{"text": "\\ud83d"}', "[" * 100_000])
-def test_json_that_is_no_text_is_named_by_file_and_number(tmp_path, content):
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(ValueError, match=r"a.jsonl:1 cannot be read as JSON"):
-        list(text_documents([tmp_path]))
 
 
 def test_a_line_that_is_broken_at_1_000_003_is_named_skipped_or_fatal_and_counted(tmp_path):
     file = tmp_path / "a.jsonl"
     good = b'{"text": "a"}\n'
-    lines = (good + b"\n" * 9) * 100_000 + b"\n\n"
+    lines = (good + b"\n" * 999) * 1000 + b"\n\n"
     file.write_bytes(lines + b'{"text": "a\n' + good * 2)
     named = r"a.jsonl:1000003 cannot be read as JSON: Unterminated string starting at column 10"
     seen = broken = before = None
@@ -125,7 +89,7 @@ def test_a_line_that_is_broken_at_1_000_003_is_named_skipped_or_fatal_and_counte
     assert broken is not None
     assert broken.name == f"{file}:1000003"
     assert re.search(named, broken.problem or "")
-    assert seen == [0, file.stat().st_size, 1_000_005, 100_003]
+    assert seen == [0, file.stat().st_size, 1_000_005, 1003]
     with pytest.raises(ValueError, match=named):
         list(text_documents(file).read(before))
 
@@ -133,8 +97,6 @@ def test_a_line_that_is_broken_at_1_000_003_is_named_skipped_or_fatal_and_counte
 def test_documents_may_stand_under_another_key(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"body": "a", "text": "b"}')
     assert [text for _, text in text_documents(tmp_path, text_key="body")] == ["a"]
-    with pytest.raises(ValueError, match=r'a.jsonl:1 has no string "title"; it is {.body.: .a.'):
-        list(text_documents(tmp_path, text_key="title"))
 
 
 def test_all_that_is_broken_is_left_out_and_reading_goes_on(tmp_path):
@@ -157,17 +119,19 @@ def write_parquet(file, texts, key="text", **options):
     pa.parquet.write_table(pa.table({"id": range(len(texts)), key: texts}), file, **options)
 
 
-@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view()])
-@pytest.mark.parametrize("row_group_size", [1, 3, 300, 1000])
+@pytest.mark.parametrize(
+    ("row_group_size", "kind"),
+    [(1, pa.string()), (300, pa.large_string()), (1000, pa.dictionary(pa.int32(), pa.string()))],
+)
 def test_parquet_gives_a_document_per_row_whatever_its_groups(tmp_path, row_group_size, kind):
     texts = [f"text {number}" for number in range(700)]
-    write_parquet(tmp_path / "a.parquet", pa.array(texts, kind), row_group_size=row_group_size)
+    write_parquet(tmp_path / "a.parquet", pa.array(texts).cast(kind), row_group_size=row_group_size)
     documents = text_documents(tmp_path)
-    assert [text for _, text in documents] == texts
     records = list(documents.read())
+    assert [record.content for record in records] == texts
     assert records[299].name == f"{tmp_path}/a.parquet[299]"
     assert records[-1].done == documents.size
-    for stop in (0, 2, 299, 555, 699):
+    for stop in (0, 299, 555, 699):
         following = [record.content for record in documents.read(records[stop].after)]
         assert following == texts[stop + 1 :]
 
@@ -175,18 +139,14 @@ def test_parquet_gives_a_document_per_row_whatever_its_groups(tmp_path, row_grou
 def test_parquet_that_holds_no_text_is_refused_by_file_and_row(tmp_path, monkeypatch):
     file = tmp_path / "a.parquet"
     write_parquet(file, ["a", None])
-    with pytest.raises(ValueError, match=r'a.parquet\[1\] has NoneType in column "text", not a st'):
-        list(text_documents(file))
-    with pytest.raises(ValueError, match=r'a.parquet has no column "body"; it has "id", "text"'):
-        list(text_documents(file, text_key="body", errors="skip"))
-    with pytest.raises(ValueError, match=r'a.parquet\[0\] has int in column "id", not a string'):
-        list(text_documents(file, text_key="id"))
-    write_parquet(
-        file,
-        [str(number) * 100 for number in range(50)],
-        write_page_checksum=True,
-        compression="none",
-    )
+    for options, message in (
+        ({}, r'a.parquet\[1\] has NoneType in column "text", not a st'),
+        ({"text_key": "body", "errors": "skip"}, r'has no column "body"; it has "id", "text"'),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(text_documents(file, **options))
+    texts = [str(number) * 100 for number in range(50)]
+    write_parquet(file, texts, write_page_checksum=True, compression="none")
     content = bytearray(file.read_bytes())
     content[-1500:-1400] = bytes(100)
     file.write_bytes(content)
@@ -195,11 +155,6 @@ def test_parquet_that_holds_no_text_is_refused_by_file_and_row(tmp_path, monkeyp
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(ImportError, match=r'pyarrow is not installed. .* "forgekit\[hf\]"'):
         list(text_documents(file))
-
-
-def test_strings_by_dictionary_are_texts(tmp_path):
-    write_parquet(tmp_path / "a.parquet", pa.array(["a", "b", "a"]).dictionary_encode())
-    assert [text for _, text in text_documents(tmp_path)] == ["a", "b", "a"]
 
 
 def compressed(file, content):
@@ -225,42 +180,31 @@ def test_compressed_texts_are_read_resumed_and_named_by_line(tmp_path, suffix):
     for stop in (0, 7, 298):
         following = [record.content for record in documents.read(records[stop].after)]
         assert following == [record.content for record in records[stop + 1 :]]
-    shares = [len(list(documents.read(part=part, parts=2))) for part in range(2)]
-    assert shares == [151, 151]
+    assert [len(list(documents.read(part=part, parts=2))) for part in range(2)] == [151, 151]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst"])
-@pytest.mark.parametrize("change", [lambda b: b[: len(b) // 2], lambda b: b"no archive" + b])
-def test_a_damaged_archive_is_named_and_skipped_as_a_whole(tmp_path, name, change):
+def test_a_damaged_archive_is_named_and_skipped_as_a_whole(tmp_path, name):
     line = b'{"text": "a text of some length"}\n'
-    compressed(tmp_path / name, bytes(range(33, 127)) * 9000 if "txt" in name else line * 90_000)
-    (tmp_path / name).write_bytes(change((tmp_path / name).read_bytes()))
+    compressed(tmp_path / name, bytes(range(33, 127)) * 900 if "txt" in name else line * 9000)
+    whole = (tmp_path / name).read_bytes()
     (tmp_path / "b.txt").write_text("whole")
-    with pytest.raises(ValueError, match=rf"{name} cannot be read: .*\. Write it again"):
-        list(text_documents(tmp_path))
-    records = list(text_documents(tmp_path, errors="skip").read())
-    assert [record.problem is None for record in records[-2:]] == [False, True]
-    assert records[-1].content == "whole"
+    for content in (whole[: len(whole) // 2], b"no archive" + whole):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{name} cannot be read: .*\. Write it again"):
+            list(text_documents(tmp_path))
+        *_, damaged, last = text_documents(tmp_path, errors="skip").read()
+        assert damaged.problem is not None
+        assert last.content == "whole"
 
 
 @pytest.mark.timeout(20)
-def test_a_pipe_is_not_waited_for(tmp_path, capsys):
+def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "a.txt")
-    os.mkfifo(tmp_path / "b.jsonl")
     (tmp_path / "c.txt").write_text("a text")
     assert [text for _, text in text_documents(tmp_path)] == ["a text"]
-    for name in ("a.txt", "b.jsonl"):
-        assert main(["prepare", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
-        assert "holds no file to read among 0 entries" in capsys.readouterr().err
-
-
-def test_readers_get_equal_shares_whatever_the_files(tmp_path):
-    for number in range(12):
-        (tmp_path / f"{number}.txt").write_text("text")
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n\n' * 12)
-    write_parquet(tmp_path / "b.parquet", ["b"] * 12)
-    shares = [list(text_documents(tmp_path).read(part=part, parts=4)) for part in range(4)]
-    assert [len(share) for share in shares] == [9] * 4
+    with pytest.raises(FileNotFoundError, match="holds no file to read among 0 entries"):
+        text_documents(tmp_path / "a.txt")
 
 
 LINES = st.one_of(
@@ -270,7 +214,7 @@ LINES = st.one_of(
 
 
 @given(st.lists(LINES, max_size=12), st.lists(st.text("a b\n", max_size=3), max_size=6), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_readers_share_documents_and_each_goes_on_from_any_of_its_own(
     tmp_path_factory, lines, texts, data
 ):
