@@ -160,7 +160,7 @@ def attend_causal(
                 "attention is 'varlen', and in doc_ids an id comes back after another in a row; "
                 "the kernel takes documents that lie together. Pass 'flex', 'sdpa' or 'auto'."
             )
-        kernel = choose("documents", *here, exclude=["varlen"])
+        kernel = choose("scattered", *here)
     if kernel == "flex":
         return _flex(q, k, v, (documents or Documents()).block_mask(doc_ids))
     return _attend_sdpa(q, k, v, doc_ids)

@@ -8,7 +8,7 @@ refuses some of it late and some (float32 on a fake device) never.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
@@ -19,8 +19,9 @@ Kernel = Literal["flash", "varlen", "flex", "sdpa"]
 
 AttentionChoice = Literal["auto", "flash", "varlen", "flex", "sdpa"]
 
-AttentionUse = Literal["rows", "documents", "ring"]
-"""Whole rows, packed rows whose documents do not see each other, the blocks of a ring."""
+AttentionUse = Literal["rows", "documents", "scattered", "ring"]
+"""Whole rows, packed rows whose documents do not see each other, those whose documents do not lie
+together, the blocks of a ring."""
 
 FLASH = "aten::_flash_attention_forward"
 TRITON = "Triton"
@@ -57,6 +58,7 @@ ORDER: Mapping[AttentionUse, tuple[Kernel, ...]] = MappingProxyType(
     {
         "rows": ("sdpa", "flash", "varlen", "flex"),
         "documents": ("varlen", "flex", "sdpa"),
+        "scattered": ("flex", "sdpa"),
         "ring": ("flash", "sdpa"),
     }
 )
@@ -69,8 +71,6 @@ def choose(
     dtype: torch.dtype,
     channels: int | None,
     attention: AttentionChoice = "auto",
-    *,
-    exclude: Collection[Kernel] = (),
 ) -> Kernel:
     """Choose the kernel, or check the one that was asked for.
 
@@ -80,7 +80,6 @@ def choose(
         dtype: Of queries, keys and values.
         channels: Of a head, ``c``; None if they are not known yet.
         attention: ``"auto"``, or the only kernel that may be chosen.
-        exclude: Kernels that are out of the question.
 
     Returns:
         The kernel.
@@ -92,7 +91,7 @@ def choose(
         >>> choose("documents", torch.device("cpu"), torch.float32, 64)
         'sdpa'
     """
-    able: list[Kernel] = [kernel for kernel in ORDER[use] if kernel not in exclude]
+    able = ORDER[use]
     for kernel in able:
         if attention in ("auto", kernel) and why_not(kernel, device, dtype, channels) is None:
             return kernel

@@ -11,7 +11,7 @@ that: backward computes the ordinary way, from the inputs.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
 
@@ -57,7 +57,13 @@ def by_tile(compute: Callable[[Tensor], Tensor], x: Tensor, *read: Tensor) -> Te
         _refuse_compiled()
     if torch.is_autocast_enabled(x.device.type):
         refuse_batch_invariant("it runs under autocast")
-    return _ByTile.apply(compute, x, *read)  # pyright: ignore[reportReturnType]
+
+    def each_tile(x: Tensor) -> Tensor:
+        size = tile_rows(x.device)
+        tiles = F.pad(x, [0, 0] * (x.ndim - 1) + [0, -len(x) % size]).split(size)
+        return torch.cat([compute(tile) for tile in tiles])[: len(x)]
+
+    return _ByTile.apply(each_tile, compute, 1, x, *read)  # pyright: ignore[reportReturnType]
 
 
 def rows_by_tile(module: nn.Module, x: Tensor) -> Tensor:
@@ -110,7 +116,9 @@ def attend_by_tile(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None = 
     Raises:
         ValueError: If an id comes back after another in a row.
     """
-    return _AttendByTile.apply(q, k, v, doc_ids)  # pyright: ignore[reportReturnType]
+    by_tile = partial(_attend_documents, starts=_starts(q, doc_ids))
+    plainly = partial(attend_causal, doc_ids=doc_ids)
+    return _ByTile.apply(by_tile, plainly, 3, q, k, v)  # pyright: ignore[reportReturnType]
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -209,54 +217,33 @@ def _refuse_compiled() -> None:
 
 
 class _ByTile(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, compute: Callable[[Tensor], Tensor], x: Tensor, *read: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.compute, ctx.read = compute, read  # FSDP gathers into the same parameters again
-        size = tile_rows(x.device)
-        tiles = F.pad(x, [0, 0] * (x.ndim - 1) + [0, -len(x) % size]).split(size)
-        return torch.cat([compute(tile) for tile in tiles])[: len(x)]
+    """Forward by tiles; backward computes once more from the inputs, without tiles."""
 
     @staticmethod
-    @once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, upstream: Tensor
-    ) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[1:]
-        return None, *_gradients(ctx.compute, ctx.saved_tensors, ctx.read, needs, upstream)
-
-
-class _AttendByTile(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None) -> Tensor:
-        ctx.save_for_backward(q, k, v)
-        ctx.doc_ids = doc_ids
-        return _attend_documents(q, k, v, _starts(q, doc_ids))
+    def forward(
+        ctx: Any,
+        by_tile: Callable[..., Tensor],
+        plainly: Callable[..., Tensor],
+        inputs: int,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.save_for_backward(*tensors[:inputs])
+        # Parameters that it reads are not saved: FSDP gathers into the same ones again.
+        ctx.plainly, ctx.read = plainly, tensors[inputs:]
+        return by_tile(*tensors[:inputs])
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, upstream: Tensor
     ) -> tuple[Tensor | None, ...]:
-        attend = partial(attend_causal, doc_ids=ctx.doc_ids)
-        needs = ctx.needs_input_grad[:3]
-        return *_gradients(attend, ctx.saved_tensors, (), needs, upstream), None
-
-
-def _gradients(
-    compute: Callable[..., Tensor],
-    inputs: Sequence[Tensor],
-    read: Sequence[Tensor],
-    needs: Sequence[bool],
-    upstream: Tensor,
-) -> list[Tensor | None]:
-    """Compute once more, without tiles, and back to what needs a gradient of inputs and read."""
-    with torch.enable_grad():
-        inputs = [x.detach().requires_grad_() for x in inputs]
-        out = compute(*inputs)
-    wanted = [x for x, is_needed in zip([*inputs, *read], needs, strict=True) if is_needed]
-    gradients = iter(torch.autograd.grad(out, wanted, upstream))
-    return [next(gradients) if is_needed else None for is_needed in needs]
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            out = ctx.plainly(*inputs)
+        needs = ctx.needs_input_grad[3:]
+        wanted = [x for x, is_needed in zip([*inputs, *ctx.read], needs, strict=True) if is_needed]
+        gradients = iter(torch.autograd.grad(out, wanted, upstream))
+        return None, None, None, *(next(gradients) if is_needed else None for is_needed in needs)
 
 
 def _starts(q: Tensor, doc_ids: Tensor | None) -> Tensor:
@@ -278,9 +265,9 @@ def _attend_documents(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor
     blocks = -(-starts.diff() // KEYS)
     first = blocks.cumsum(0) - blocks
     document = torch.arange(len(blocks)).repeat_interleave(starts.diff())
-    places = first[document] * KEYS + torch.arange(len(document)) - starts[document]
-    places, count = places.to(q.device), int(blocks.sum())
-    q_blocks, k_blocks, v_blocks = (_in_blocks(x, places, count) for x in (q, k, v))
+    slots = first[document] * KEYS + torch.arange(len(document)) - starts[document]
+    slots, count = slots.to(q.device), int(blocks.sum())
+    q_blocks, k_blocks, v_blocks = (_in_blocks(x, slots, count) for x in (q, k, v))
     out, groups = torch.empty_like(q_blocks), q.shape[2] // k.shape[2]
     columns = torch.arange(int(blocks.max()) * KEYS, device=q.device).view(-1, 1, 1, 1, 1, KEYS)
     for number in range(int(blocks.max())):
@@ -296,11 +283,11 @@ def _attend_documents(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor
         mask = columns[: number + 1] <= rows.repeat(groups, 1)[:, :, None]
         attended = attend_blocks(tiles, keys, values, mask)
         out[here + number] = rearrange(attended, "m k (g u) t c -> m (u t) (k g) c", g=groups)
-    return out.flatten(0, 1)[places].view_as(q)
+    return out.flatten(0, 1)[slots].view_as(q)
 
 
-def _in_blocks(x: Tensor, places: Tensor, count: int) -> Tensor:
-    """Rows laid end to end, ``[b s ...]``, at their places in blocks of keys, ``[n s ...]``."""
+def _in_blocks(x: Tensor, slots: Tensor, count: int) -> Tensor:
+    """Rows laid end to end, ``[b s ...]``, at their slots of blocks of keys, ``[n s ...]``."""
     blocks = x.new_zeros(count * KEYS, *x.shape[2:])  # a NaN in memory would pass a mask as NaN
-    blocks[places] = x.flatten(0, 1)
+    blocks[slots] = x.flatten(0, 1)
     return blocks.unflatten(0, (count, KEYS))

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from forgekit.model.attention import Attend
 from forgekit.model.batch_invariant import attend_cached
-from forgekit.model.layers import Attention, Block
-from forgekit.model.transformer import Transformer
+from forgekit.model.transformer import Transformer, attentions
 
 
 @attrs.define(eq=False)
@@ -87,27 +86,6 @@ def is_batch_invariant(model: nn.Module) -> bool:
 
 def cache_sockets(model: nn.Module, new: NewPositions) -> dict[str, dict[str, CachedAttend]]:
     """Make the ``attend`` sockets that keep keys and values, by module name; see ``attentions``."""
-    attend_new = F.scaled_dot_product_attention
-    if is_batch_invariant(model):
-        attend_new = attend_cached
+    attend_new = attend_cached if is_batch_invariant(model) else F.scaled_dot_product_attention
     named = attentions(model).items()
     return {name: {"attend": CachedAttend(m.attend, new, attend_new)} for name, m in named}
-
-
-def attentions(model: nn.Module) -> dict[str, Attention]:
-    """Find the attentions of a model that mixes positions nowhere else, by name.
-
-    Returns:
-        Empty unless the model is a ``Transformer`` of its own blocks: what another one computes
-        of a position may depend on others in a way that no cache holds.
-    """
-    if not isinstance(model, Transformer) or type(model).forward is not Transformer.forward:
-        return {}
-    by_name = {}
-    for index, block in enumerate(model.layers):
-        attention = getattr(block, "attention", None)
-        forwards = (type(block).forward, type(attention).forward) if attention is not None else ()
-        if forwards != (Block.forward, Attention.forward):
-            return {}
-        by_name[f"layers.{index}.attention"] = attention
-    return by_name

@@ -120,7 +120,7 @@ class LoraLinear(nn.Linear):
         lora.full_dtype, lora.merged = lora.weight.dtype, None
         if packs:
             lora.weight = nn.Parameter(pack(lora.weight), requires_grad=False)
-        _fill(lora)
+        _fill(lora, "weight")
         return lora
 
     def forward(self, input: Tensor) -> Tensor:
@@ -329,14 +329,12 @@ def _new(weight: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
 
 
 @torch.no_grad()
-def _fill(layer: LoraLayer, *matrices: str) -> None:
-    """Fill what was just added, in place; on meta ``parallelize`` does it."""
-    matrices = matrices or tuple(layer.adapters)
-    due = {name for matrix in matrices for name in layer.factor_names(matrix) if name}
-    for name, draw in layer.initial_adapters().items():
-        parameter = getattr(layer, name)
-        if name in due and not parameter.is_meta:
-            parameter.copy_(draw())
+def _fill(layer: LoraLayer, matrix: str) -> None:
+    """Fill an adapter that was just added, in place; on meta ``parallelize`` does it."""
+    initial = layer.initial_adapters()
+    for name in layer.factor_names(matrix):
+        if name is not None and not (parameter := getattr(layer, name)).is_meta:
+            parameter.copy_(initial[name]())
 
 
 def _initial(layer: LoraLayer, restart: int) -> dict[str, Callable[[], Tensor]]:

@@ -132,18 +132,6 @@ class MoE(nn.Module):
     def _route(self, routing: Routing, x: Tensor, **during: Callable[[], None]) -> Tensor:
         weights, choice, term = self.router(x, routing)
         may_leave_out = routing.is_token is not None or self.spec.capacity is not None
-        mixed = self._mix(x, weights, choice, may_leave_out=may_leave_out, **during)
-        return add_gradient(mixed, term, routing.scale)
-
-    def _mix(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        choice: Tensor,
-        *,
-        may_leave_out: bool,
-        **during: Callable[[], None],
-    ) -> Tensor:
         tokens = x.flatten(0, 1).repeat_interleave(self.spec.top_k, dim=0)
         ids = choice.flatten()
         is_taken = (ids < self.spec.experts).unsqueeze(-1)
@@ -154,7 +142,8 @@ class MoE(nn.Module):
             out = torch.where(is_taken, out, 0.0)
         out = out.unflatten(0, (-1, self.spec.top_k)).to(weights.dtype)
         # Not a batched product, which is slow for matrices this small.
-        return (out * weights.flatten(0, 1).unsqueeze(-1)).sum(1).view(x.shape).to(x.dtype)
+        mixed = (out * weights.flatten(0, 1).unsqueeze(-1)).sum(1).view(x.shape).to(x.dtype)
+        return add_gradient(mixed, term, routing.scale)
 
 
 def reduce_local(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -170,8 +159,7 @@ def _fits_grouped(tokens: Tensor, weight: Tensor) -> bool:
     """Whether torch's grouped product takes these: its dtypes, its strides, at least one row."""
     size = tokens.element_size()
     return (
-        hasattr(F, "grouped_mm")
-        and tokens.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        tokens.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and tokens.dtype == weight.dtype
         and len(tokens) > 0
         and not any(width * size % ALIGNMENT for width in weight.shape[1:])
@@ -194,9 +182,7 @@ def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
 
 
-@torch.compiler.disable()
-def _product_as_written(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return _product(rows, weight, ends)
+_product_as_written: Any = torch.compiler.disable(_product)
 
 
 def _multiply_each(counts: Tensor) -> Multiply:

@@ -16,11 +16,6 @@ Rate = Callable[[int, int | None], float]
 """``rate(step, total)``: a pure function of the step, from 0, and the number of steps."""
 
 
-def _check_rate(_spec: MoESpec, _field: Any, rate: float | Rate | None) -> None:
-    if rate is not None and not callable(rate):
-        check_numbers(bias_rate=(rate, 0))
-
-
 WEIGHT = (ge(0.0), lt(math.inf))
 
 
@@ -85,7 +80,7 @@ class MoESpec:
     aux_loss: float = field(default=0.0, validator=WEIGHT)
     sequence_aux_loss: float = field(default=0.0, validator=WEIGHT)
     z_loss: float = field(default=0.0, validator=WEIGHT)
-    bias_rate: float | Rate | None = field(default=None, validator=_check_rate)
+    bias_rate: float | Rate | None = None
     centered: bool = True
     selection_bias: bool | None = None
     force_balance: bool = False

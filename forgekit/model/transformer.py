@@ -58,16 +58,15 @@ def _check_heads(spec: TransformerSpec, _field: Any, kv_heads: int) -> None:
 
 
 def _check_channels(spec: TransformerSpec, _field: Any, head_dim: int | None) -> None:
-    if head_dim is None and spec.dim % (2 * spec.heads):
-        step = 2 * spec.heads
+    size, step = spec.dim, 2 * spec.heads
+    rule = f"dim {size} must be divisible by 2 * heads = {step}"
+    if head_dim is not None:
+        size, step = head_dim, 2
+        rule = f"head_dim {size} must be even"
+    if size % step:
         raise ValueError(
-            f"dim {spec.dim} must be divisible by 2 * heads = {step}, so that rotary embedding "
-            f"can pair the channels of a head; {nearest_multiples(spec.dim, step)}."
-        )
-    if head_dim is not None and head_dim % 2:
-        raise ValueError(
-            f"head_dim {head_dim} must be even, so that rotary embedding can pair the channels "
-            f"of a head; {nearest_multiples(head_dim, 2)}."
+            f"{rule}, so that rotary embedding can pair the channels of a head; "
+            f"{nearest_multiples(size, step)}."
         )
 
 
@@ -324,25 +323,42 @@ class Transformer(nn.Module):
         return cos, sin
 
 
-def make_batch_invariant(model: nn.Module) -> None:
+def make_batch_invariant(model: Any) -> None:
     """Switch a model to products of fixed shapes, in place; see ``Transformer``.
 
     Raises:
         ValueError: If it has experts, packed weights or dropout, or is no ``Transformer`` that
             computes with its own blocks.
     """
-    if not isinstance(model, Transformer) or type(model).forward is not Transformer.forward:
-        refuse_batch_invariant(f"{type(model).__name__} computes otherwise than a Transformer")
+    if not attentions(model):
+        kind = type(model).__name__
+        refuse_batch_invariant(f"{kind}, or one of its blocks, has a forward of its own")
     check_parts(model)
-    blocks: Any = model.layers
-    for block in blocks:
-        parts = (block, Block), (getattr(block, "attention", None), Attention)
-        if any(getattr(type(part), "forward", None) is not kind.forward for part, kind in parts):
-            refuse_batch_invariant(f"a block is a {type(block).__name__} with a forward of its own")
+    for block in model.layers:
         block.rows = block.attention.rows = rows_by_tile
         block.attention.attend = attend_by_tile
         block.feed_forward.activation = silu_in_parts
     model.batch_invariant = True
+
+
+def attentions(model: nn.Module) -> dict[str, Attention]:
+    """Find the attentions of a model that mixes positions nowhere else, by name.
+
+    Returns:
+        Empty unless the model is a ``Transformer`` of its own blocks: what another one computes
+        of a position may depend on others in a way that neither a cache nor tiles hold.
+    """
+    if not isinstance(model, Transformer) or type(model).forward is not Transformer.forward:
+        return {}
+    by_name = {}
+    for index, block in enumerate(model.layers):
+        attention = getattr(block, "attention", None)
+        if type(block).forward is not Block.forward or not isinstance(attention, Attention):
+            return {}
+        if type(attention).forward is not Attention.forward:
+            return {}
+        by_name[f"layers.{index}.attention"] = attention
+    return by_name
 
 
 def _block(spec: TransformerSpec, layer: int) -> Block:

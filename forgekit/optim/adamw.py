@@ -71,7 +71,9 @@ def adamw(
         )
     for group in groups:
         group["keys"] = [key_of(seed, names[p]) for p in group["params"]]
-    return StochasticAdamW(groups, lr=lr, betas=betas, eps=eps)
+    check_decay_rates(*betas)
+    defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
+    return StochasticAdamW(groups, defaults)
 
 
 class StochasticAdamW(Optimizer):
@@ -80,27 +82,10 @@ class StochasticAdamW(Optimizer):
     Moments are float32. The rounding is a function of the seed, the number of good steps, a
     parameter's name and a value's index in it, so it does not depend on the layout, and a resumed
     run goes on to the bit. Parameters of other dtypes are stepped as by AdamW.
-
-    Args:
-        params: Groups, each with the ``keys`` of its parameters, which seed and name decide.
-        lr: Learning rate.
-        betas: Decay rates of the two moments.
-        eps: Added to the root of the second moment.
+    ``adamw`` makes one; each group has the ``keys`` of its parameters, which seed and name decide.
     """
 
     _step_supports_amp_scaling = True
-
-    def __init__(
-        self,
-        params: list[dict[str, Any]],
-        *,
-        lr: float = 1e-3,
-        betas: tuple[float, float],
-        eps: float,
-    ) -> None:
-        check_decay_rates(*betas)
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
-        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -85,7 +85,7 @@ def wsd(
     References:
         MiniCPM, https://arxiv.org/abs/2404.06395; the sqrt decay, https://arxiv.org/abs/2405.18392
     """
-    check_integers(warmup=(warmup, 0), decay=(decay, 1))
+    check_integers(decay=(decay, 1))
     if warmup + decay > total:
         raise ValueError(
             f"warmup {warmup} + decay {decay} = {warmup + decay} must fit into total {total}."

@@ -65,15 +65,12 @@ class Ledger:
     """What a region cost that a GPU would feel.
 
     Attributes:
-        launches: Operations on the device that compute or fill something, by name; views and
-            allocations launch no kernel.
         waits: For each time that the host waited for the device, the operation and the lines that
             led to it.
         copied: Bytes copied ``"to"`` the device and ``"from"`` it, and those of them that were
             in ``"pageable"`` memory though the copy should not wait.
     """
 
-    launches: Counter[str] = attrs.field(factory=Counter)
     waits: list[str] = attrs.field(factory=list)
     copied: Counter[str] = attrs.field(factory=Counter)
 
@@ -181,42 +178,30 @@ class PretendTensor(torch.Tensor):
         return _dispatch(func, args, kwargs or {})
 
 
-@attrs.frozen
-class _Facts:
-    """What is asked of an operation each time that it runs."""
+@cache
+def _is_collective(func: Any) -> bool:
+    return func.namespace in COLLECTIVES
 
-    is_collective: bool
-    draws: bool
-    launches: str
 
-    @classmethod
-    @cache
-    def of(cls, func: Any) -> _Facts:
-        name = func.name()
-        runs = not (func.is_view or "empty" in name or func is aten.detach.default)
-        return cls(
-            func.namespace in COLLECTIVES,
-            torch.Tag.nondeterministic_seeded in func.tags,
-            name.removeprefix("aten::") if runs else "",
-        )
+@cache
+def _draws(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run one operation in which a tensor of the device takes part."""
     if func in _SPECIAL:
         return _SPECIAL[func](*args, **kwargs)
-    facts = _Facts.of(func)
     ours: list[PretendTensor] = []
     others: list[Any] = []
     raw_args = [_unwrap(x, ours, others) for x in args]
     raw_kwargs = {name: _unwrap(x, ours, others) for name, x in kwargs.items()}
     if others:
-        _refuse(func, facts, ours, others)
+        _refuse(func, ours, others)
     current_stream().proceed()
     if _is_read(func, args, kwargs):
         _wait(str(func))
-    _note_launch(facts.launches)
-    with _own_numbers() if facts.draws else nullcontext():
+    with _own_numbers() if _draws(func) else nullcontext():
         result = func(*raw_args, **raw_kwargs)
     for wrapper in ours:
         if wrapper.shape != wrapper.raw.shape:  # an `out=` that was empty
@@ -261,10 +246,10 @@ def _follow(wrapper: PretendTensor) -> None:
         torch.Tensor.data.__set__(wrapper, shaped)
 
 
-def _refuse(func: Any, facts: _Facts, ours: list[PretendTensor], others: list[Any]) -> None:
+def _refuse(func: Any, ours: list[PretendTensor], others: list[Any]) -> None:
     """Raise if an operation mixes devices."""
     tensors = [x for x in others if isinstance(x, torch.Tensor)]
-    large = [x for x in tensors if x.dim() or facts.is_collective]
+    large = [x for x in tensors if x.dim() or _is_collective(func)]
     if ours and large:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but {func} got {ours[0].device} of "
@@ -288,11 +273,6 @@ def _is_read(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return any(x is not None and x.dtype in (torch.bool, torch.uint8) for x in indices)
 
 
-def _note_launch(name: str) -> None:
-    for ledger in _open if name else ():
-        ledger.launches[name] += 1
-
-
 # ---- copies
 
 
@@ -307,7 +287,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     raw_target, raw_source = _raw(target), _raw(source)
     if not (to_host or from_host):
         current_stream().proceed()
-        _note_launch("copy_")
         raw_target.copy_(raw_source)
         return target
     host = raw_target if to_host else raw_source
@@ -342,7 +321,6 @@ def _to_copy(source: torch.Tensor, **options: Any) -> torch.Tensor:
     options = {k: v for k, v in options.items() if k not in ("pin_memory", "layout")}
     if device.type == NAME and isinstance(source, PretendTensor):
         current_stream().proceed()
-        _note_launch("_to_copy")
         return PretendTensor(aten._to_copy(source.raw, **options))
     raw = torch.empty_like(_raw(source), **options)
     if device.type == NAME:

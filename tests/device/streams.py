@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,14 +61,11 @@ class Event:
     def __init__(self, **_: Any) -> None:
         self._stream: Stream | None = None
         self._until = 0
-        self._polls = 0
-        self._at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
         """Stand behind all that the stream was given."""
         self._stream = stream or current_stream()
-        self._until, self._polls = self._stream.issued, 0
-        self._at = time.perf_counter()  # what was computed before it is computed
+        self._until = self._stream.issued
 
     def wait(self, stream: Stream | None = None) -> None:
         """Let a stream wait."""
@@ -83,20 +79,6 @@ class Event:
         """Let the host wait."""
         for copy in self.pending():
             copy.arrive()
-
-    def query(self) -> bool:
-        """Whether all has arrived; true from the second question on, or nobody could poll."""
-        if self.pending():
-            self._polls += 1
-        if self._polls > 1:
-            self.synchronize()
-        return not self.pending()
-
-    def elapsed_time(self, end: Event) -> float:
-        """Milliseconds; refused, as on a GPU, while the device is not there."""
-        if self.pending() or end.pending():
-            raise RuntimeError("Both events must be completed before calculating elapsed time.")
-        return (end._at - self._at) * 1000
 
 
 class Stream:
@@ -149,10 +131,6 @@ class Stream:
         event = event or Event()
         event.record(self)
         return event
-
-    def query(self) -> bool:
-        """Whether nothing is pending."""
-        return self.record_event().query()
 
     def __enter__(self) -> Stream:
         self._before = current_stream()

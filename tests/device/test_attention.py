@@ -23,11 +23,9 @@ import forgekit as fk
 KERNELS = {"dtypes": (torch.float64,), "keys": ("CPU", "PrivateUse1")}
 CELLS = [
     Cell("cp2-ring", 2, "ragged", True, "selective", "head", "fp64", steps=2),
-    Cell("fsdp2", 2, "ragged", True, "selective", "head", "fp64", steps=2),
     Cell("tp2", 1, "ragged", True, "full", "head", "fp64", steps=2),
     Cell("cp2-ulysses", 2, "ragged", True, "none", "head", "fp64", steps=2),
     Cell("pp2-1f1b", 2, "ragged", True, "none", "logits", "fp64", steps=2),
-    Cell("cp2-ring", 1, "ragged", False, "none", "head", "fp64", steps=2),
 ]
 
 

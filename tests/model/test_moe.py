@@ -23,12 +23,9 @@ DIM, ROWS, POSITIONS = 16, 3, 7
 SPEC = fk.MoESpec(experts=6, top_k=2, ffn_dim=8, shared=0, scale=1.7)
 KINDS = {
     "softmax": {},
-    "softmax, not renormalised": {"renormalize": False},
     "sigmoid": {"router": "sigmoid", "top_k": 3},
     "sigmoid, not renormalised": {"router": "sigmoid", "renormalize": False},
-    "groups": {"groups": 3, "top_groups": 2, "top_k": 3},
-    "sigmoid groups": {"router": "sigmoid", "groups": 2, "top_groups": 1, "top_k": 3},
-    "bias": {"selection_bias": True},
+    "groups": {"groups": 3, "top_groups": 2, "top_k": 3, "renormalize": False},
     "sigmoid groups and bias": {
         "router": "sigmoid",
         "groups": 3,
@@ -39,9 +36,7 @@ KINDS = {
     "one of one": {"experts": 1, "top_k": 1, "shared": 1},
     "capacity": {"capacity": 0.8},
     "turns": {"force_balance": True, "top_k": 4},
-    "batch term": {"aux_loss": 0.3},
-    "z term": {"z_loss": 0.2},
-    "sequence term": {"sequence_aux_loss": 0.4},
+    "one term": {"sequence_aux_loss": 0.4},
     "all terms": {
         "router": "sigmoid",
         "aux_loss": 0.3,
@@ -194,8 +189,7 @@ def test_values_and_gradients_equal_a_loop_over_tokens(kind, mask):
 # Grouped products
 
 
-@pytest.mark.parametrize("kind", ["softmax", "capacity", "shared"])
-@pytest.mark.parametrize("mask", ["all", "padding"])
+@pytest.mark.parametrize(("kind", "mask"), [("capacity", "all"), ("shared", "padding")])
 @pytest.mark.parametrize(("dim", "is_grouped"), [(16, True), (18, False)])
 def test_grouped_products_equal_a_loop_over_experts(kind, mask, dim, is_grouped):
     """Strides of 18 float32 are no multiple of 16 bytes."""
@@ -294,19 +288,7 @@ def test_no_token_at_all_leaves_gradients_of_zero():
     assert all((p.grad == 0).all() for p in empty.parameters())
 
 
-# The selection bias, casts
-
-
-def test_the_bias_changes_the_choice_and_never_a_weight():
-    x = inputs()[0]
-    layer = build(renormalize=False, selection_bias=True)
-    routing = Routing()
-    weights, choice, _ = layer.router(x, routing)
-    scores = F.linear(x, layer.router.weight).softmax(-1)
-    assert torch.equal(weights, scores.gather(-1, choice) * SPEC.scale)
-    layer.router.selection_bias.zero_()
-    assert not torch.equal(layer.router(x, Routing())[1], choice)
-    assert not layer.router.selection_bias.requires_grad
+# Casts
 
 
 def test_buffers_stay_float32_under_every_cast():
@@ -383,17 +365,13 @@ def tiny(**changes):
 def test_every_second_block_from_the_first_one_on_has_experts():
     model = tiny()
     assert list(model.spec.routed.values()) == LAYERS
-    assert [type(block.feed_forward).__name__ for block in model.layers] == [
-        "FeedForward",
-        "MoE",
-        "FeedForward",
-        "MoE",
-    ]
+    assert [isinstance(block.feed_forward, MoE) for block in model.layers] == [False, True] * 2
     std = {name: model.initial_std(name) for name, _ in model.named_parameters()}
-    narrow = {name for name, value in std.items() if value and value < 0.02}
-    assert {f"{layer}.experts.down" for layer in LAYERS} < narrow
-    assert {f"{layer}.shared.down.weight" for layer in LAYERS} < narrow
-    assert not any(name.endswith(("router.weight", "gate", "up")) for name in narrow)
+    narrow = {name for name, value in std.items() if value and value < 0.02 and "feed" in name}
+    dense = {f"layers.{block}.feed_forward.down.weight" for block in (0, 2)}
+    assert narrow == dense | {
+        f"{layer}.{name}" for layer in LAYERS for name in ("experts.down", "shared.down.weight")
+    }
 
 
 def test_padding_gets_no_expert_and_changes_nothing():
@@ -441,22 +419,13 @@ def test_recomputation_repeats_the_choice_of_the_forward(what):
 
 def test_a_given_choice_is_used_with_live_scores():
     model = tiny()
-    routing = Routing()
-    model(IDS, routing=routing)
     given = {layer: (torch.arange(24).view(2, 6, 2) + i) % 6 for i, layer in enumerate(LAYERS)}
     used = Routing()
     model(IDS, replay=given, routing=used).square().sum().backward()
     for i, layer in enumerate(LAYERS):
         counts = used.notes[layer]["counts"]
         assert counts.tolist() == torch.bincount(given[layer].flatten(), minlength=6).tolist(), i
-        assert counts.tolist() != routing.notes[layer]["counts"].tolist()
         assert model.get_submodule(layer).router.weight.grad.abs().max() > 1e-3
-    layer = build()
-    x = inputs()[0]
-    choice = torch.tensor([5, 2]).expand(ROWS, POSITIONS, 2)
-    weights, _, _ = layer.router(x, Routing(choices={"layer": choice}))
-    scores = F.linear(x, layer.router.weight).softmax(-1)[..., [5, 2]]
-    assert torch.allclose(weights, SPEC.scale * scores / scores.sum(-1, keepdim=True))
 
 
 CHOICE = torch.zeros(2, 6, 2, dtype=torch.int64)
@@ -492,7 +461,6 @@ def test_what_experts_take_is_refused_where_it_does_not_fit():
 
 
 REFUSED = {
-    r"^'every' must be >= 1: 0$": lambda: attrs.evolve(SPEC, every=0),
     r"^'capacity' must be > 0\.0: 0$": lambda: attrs.evolve(SPEC, capacity=0),
     r"^router is 'tanh'; it is one of": lambda: attrs.evolve(SPEC, router="tanh"),
     r"^groups is 3 and top_groups None; give both or neither": lambda: attrs.evolve(SPEC, groups=3),

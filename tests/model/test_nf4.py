@@ -123,17 +123,6 @@ def test_compiled_blocks_have_the_gradient_of_plain_ones(backend):
         assert float((found[name] - wanted).abs().max() / wanted.abs().max()) < 1e-5, name
 
 
-def test_without_its_adapter_a_layer_computes_with_the_unpacked_weight():
-    layer = move(packed.build()).layers[1].feed_forward.down
-    x = torch.randn(2, 3, 384, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    layer.adapters = {}
-    weight = packed.unpacked_base()["layers.1.feed_forward.down.weight"]
-    assert torch.allclose(layer(x), x @ weight.T, rtol=0, atol=1e-5)
-    with torch.no_grad():
-        layer.lora_B.fill_(5.0)
-    assert torch.allclose(layer(x), x @ weight.T, rtol=0, atol=1e-5)
-
-
 def test_merging_adds_to_the_unpacked_values_and_is_taken_back():
     model = move(packed.build(torch.bfloat16))
     ids = torch.arange(12).view(1, 12)
@@ -180,18 +169,6 @@ def test_published_weights_are_packed_as_they_are_read_and_what_is_merged_is_exp
     assert not torch.equal(
         again.layers[0].attention.query.weight, weights["layers.0.attention.query.weight"]
     )
-
-
-def test_an_adapter_trained_beside_a_packed_base_is_saved_and_loaded(tmp_path):
-    plain = fk.Transformer(packed.SPEC, seed=0)
-    fk.add_lora(plain, base="nf4", **packed.ADAPTERS[0])
-    move(plain)
-    fk.save_adapter(plain, tmp_path / "adapter")
-    other = fk.Transformer(packed.SPEC, seed=0)
-    fk.add_lora(other, base="nf4", **packed.ADAPTERS[0])
-    fk.load_adapter(other, tmp_path / "adapter")
-    for name, value in plain.named_parameters():
-        assert torch.equal(value, other.get_parameter(name)), name
 
 
 def small(**changes):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import forgekit as fk
 from forgekit.model import attention
-from forgekit.model.layers import rotary_angles, rotary_turns, rotate
+from forgekit.model.layers import rotary_angles
 
 IDS = torch.randint(0, SPEC.vocab_size, (2, 12), generator=torch.Generator().manual_seed(3))
 DOC_IDS = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [4] * 2 + [7] * 9 + [-1]])
@@ -129,14 +129,6 @@ def test_a_document_in_a_packed_row_is_as_if_alone(monkeypatch, call_cost):
         torch.testing.assert_close(packed, alone, rtol=0, atol=1e-10)
 
 
-def test_rotary_embedding_is_relative():
-    model = build()
-    positions = torch.arange(12)
-    before = model(IDS, position_ids=positions)
-    torch.testing.assert_close(model(IDS, position_ids=positions + 5000), before, rtol=0, atol=1e-9)
-    assert (model(IDS, position_ids=positions * 2) - before).abs().max() > 0.1
-
-
 def test_rotary_angles_are_exact_at_far_positions():
     """A float32 angle is off by 4e-3 at position 100,000."""
     angles = rotary_angles(torch.tensor([0, 100_001]), 8, 10_000.0)
@@ -146,30 +138,7 @@ def test_rotary_angles_are_exact_at_far_positions():
     assert angles[0].tolist() == [0.0] * 4
 
 
-def test_a_rotation_equals_a_complex_product_and_keeps_the_dtype():
-    x = torch.randn(2, 7, 3, 8, dtype=torch.float64)
-    positions = torch.arange(14).view(2, 7)
-    angles = rotary_angles(positions, 8, 100.0)
-    turns = rotary_turns(angles)
-    found = rotate(x, *turns)
-    torch.testing.assert_close(found, _turned(x, positions, 100.0), rtol=0, atol=1e-13)
-    assert rotate(x.bfloat16(), *turns).dtype == torch.bfloat16
-
-
 # Options
-
-
-def test_tied_weights_are_one_parameter_with_the_gradient_of_both_uses():
-    tied, untied = build(tied=True), build()
-    names = dict(tied.named_parameters()).keys()
-    assert names == dict(untied.named_parameters()).keys() - {"output.weight"}
-    untied.load_state_dict({**tied.state_dict(), "output.weight": tied.embedding.weight})
-    for model in (tied, untied):
-        fk.cross_entropy(model(IDS), IDS).sum.backward()
-    both = untied.embedding.weight.grad + untied.output.weight.grad
-    torch.testing.assert_close(tied.embedding.weight.grad, both, rtol=1e-12, atol=1e-12)
-    assert untied.output.weight.grad.abs().max() > 1e-3
-    assert untied.embedding.weight.grad.abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -195,24 +164,18 @@ def test_dropout_acts_in_training_alone():
     assert torch.equal(model.eval()(IDS), plain(IDS))
 
 
-@pytest.mark.parametrize("places", [16, 17])
-def test_max_seq_len_is_the_longest_that_is_accepted(places):
-    model, ids = fk.Transformer(SPEC), torch.zeros(1, places, dtype=torch.int64)
-    if places == 16:
-        assert model(ids).shape == (1, 16, SPEC.vocab_size)
-        return
-    with pytest.raises(
-        ValueError, match=r"input_ids has 17 positions; max_seq_len is 16\. Shorten"
-    ):
+def test_max_seq_len_is_the_longest_that_is_accepted():
+    model, ids = fk.Transformer(SPEC), torch.zeros(1, 17, dtype=torch.int64)
+    assert model(ids[:, :16]).shape == (1, 16, SPEC.vocab_size)
+    message = r"input_ids has 17 positions; max_seq_len is 16\. Shorten"
+    with pytest.raises(ValueError, match=message):
         model(ids)
 
 
 REFUSED = {
-    r"^'layers' must be >= 1: 0$": {"layers": 0},
     r"^dim 30 must be divisible by 2 \* heads = 12, so .*; the nearest are 24": {"dim": 30},
     r"^kv_heads 4 must divide heads 6; it can be one of \[1, 2, 3, 6\]\.$": {"kv_heads": 4},
     r"^head_dim 5 must be even, so that rotary .*; the nearest are 4 and 6\.$": {"head_dim": 5},
-    r"^'dropout' must be < 1: 1\.0$": {"dropout": 1.0},
     r"^'rope_theta' must be > 0: nan$": {"rope_theta": math.nan},
 }
 
@@ -239,19 +202,16 @@ def test_attend_is_a_socket():
         layer.attention.attend = attend
     assert torch.equal(model(IDS, doc_ids=DOC_IDS), expected)
     assert calls == [((2, 12, 6, 4), (2, 12, 2, 4), (2, 12, 2, 4), DOC_IDS)] * SPEC.layers
-    for layer in model.layers:
-        layer.attention.attend = lambda q, k, v, *, doc_ids: torch.zeros_like(q)
-    assert not torch.equal(model(IDS, doc_ids=DOC_IDS), expected)
 
 
 def test_locate_is_a_socket():
     model = build()
-    places = torch.tensor([0, 1, 2, 3, 4, 5, 18, 19, 20, 21, 22, 23])
-    expected = model(IDS, position_ids=places)
+    position_ids = torch.tensor([0, 1, 2, 3, 4, 5, 18, 19, 20, 21, 22, 23])
+    expected = model(IDS, position_ids=position_ids)
     assert not torch.allclose(model(IDS), expected)
     calls = []
-    model.locate = lambda s, device: (calls.append((s, device)), places)[1]
+    model.locate = lambda s, device: (calls.append((s, device)), position_ids)[1]
     assert torch.equal(model(IDS), expected)
     assert calls == [(12, torch.device("cpu"))]
-    model(IDS, position_ids=places)
+    model(IDS, position_ids=position_ids)
     assert len(calls) == 1

@@ -7,10 +7,13 @@ differ in nothing but how tensors are sharded.
 from __future__ import annotations
 
 import zlib
+from functools import partial
 
 import torch
 from lab import full
 from optim.rms import rms
+from tensordict import TensorDict
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import forgekit as fk
@@ -83,3 +86,20 @@ def entries_of(model, optimizer):
         for key, value in optimizer.state.get(parameter, {}).items()
         if isinstance(value, torch.Tensor)
     }
+
+
+def small_model(dtype=torch.float64):
+    """Two matrices and two biases, which ``square_loss`` trains on ``rows``."""
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
+
+
+def square_loss(model, batch):
+    error = (model(batch["x"]) - batch["y"]).square()
+    return fk.Loss(error.sum(), torch.tensor(error.numel()))
+
+
+def rows(index, scale=1.0, dtype=torch.float64):
+    """The micro-batch of a number; each is another."""
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
+    return TensorDict({"x": draw(4, 5), "y": scale * draw(4, 3)}, [4]).to(dtype)

@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 import pytest
 import torch
-from tensordict import TensorDict
-from torch import nn
+from optim.optimizers import rows, small_model, square_loss
 
 import forgekit as fk
 
 
-def build_model(dtype=torch.float64):
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
-
-
-def loss_fn(model, batch):
-    error = (model(batch["x"]) - batch["y"]).square()
-    return fk.Loss(error.sum(), torch.tensor(error.numel()))
-
-
-def batch_of(index, scale=1.0, dtype=torch.float64):
-    draw = partial(torch.randn, generator=torch.Generator().manual_seed(index))
-    return TensorDict({"x": draw(4, 5), "y": scale * draw(4, 3)}, [4]).to(dtype)
-
-
 def create(average=None, dtype=torch.float64, model=None):
-    model = build_model(dtype) if model is None else model
+    model = small_model(dtype) if model is None else model
     return fk.TrainState.create(model, fk.adamw(model), average=average)
 
 
 def train(state, steps, start=0, bad=(), dtype=torch.float64):
     """The state, and the weights after each step."""
-    step, weights = fk.make_step(loss_fn, schedule=fk.constant(0.01)), []
+    step, weights = fk.make_step(square_loss, schedule=fk.constant(0.01)), []
     for index in range(start, start + steps):
-        batch = batch_of(index, torch.nan if index in bad else 1.0, dtype)
+        batch = rows(index, torch.nan if index in bad else 1.0, dtype)
         state, _ = step(state, [batch])
         weights.append({n: p.detach().clone() for n, p in state.model.named_parameters()})
     return state, weights
@@ -77,7 +60,7 @@ def test_the_average_of_bfloat16_weights_is_float32_and_moves():
 
 
 def test_only_what_is_trained_is_averaged():
-    model = build_model()
+    model = small_model()
     model[0].requires_grad_(False)
     state = create(fk.EMA(0.5), model=model)
     assert state.average.values.keys() == {"2.weight", "2.bias"}
@@ -86,13 +69,13 @@ def test_only_what_is_trained_is_averaged():
 def test_the_average_stands_in_for_the_weights_and_leaves_them_as_they_were():
     state, _ = train(create(fk.EMA(0.5)), 3)
     before = {n: p.detach().clone() for n, p in state.model.named_parameters()}
-    own = build_model()
+    own = small_model()
     own.load_state_dict(state.average.values)
-    expected = fk.evaluate(create(model=own), [batch_of(9)], loss_fn)["loss"]
+    expected = fk.evaluate(create(model=own), [rows(9)], square_loss)["loss"]
     with fk.averaged(state) as same:
         assert same is state
-        found = fk.evaluate(state, [batch_of(9)], loss_fn)["loss"]
-    assert found == expected != fk.evaluate(state, [batch_of(9)], loss_fn)["loss"]
+        found = fk.evaluate(state, [rows(9)], square_loss)["loss"]
+    assert found == expected != fk.evaluate(state, [rows(9)], square_loss)["loss"]
     with pytest.raises(KeyError, match="missing"), fk.averaged(state):
         raise KeyError("missing")
     assert all(torch.equal(p, before[n]) for n, p in state.model.named_parameters())
@@ -108,6 +91,9 @@ def test_a_resumed_average_is_bitwise_the_same(tmp_path):
     assert int(resumed.average.count) == 4
 
 
+MESSAGE = "has an average of the weights; one of the state starts again"
+
+
 @pytest.mark.parametrize("parts", [("model", "optimizer", "fields"), ("model",)])
 def test_an_average_that_was_not_saved_starts_again_from_the_weights(tmp_path, caplog, parts):
     state, weights = train(create(None if len(parts) == 3 else fk.EMA(0.5)), 2)
@@ -117,8 +103,7 @@ def test_an_average_that_was_not_saved_starts_again_from_the_weights(tmp_path, c
     for name, value in loaded.average.values.items():
         assert torch.equal(value, weights[-1][name])
     assert int(loaded.average.count) == 0
-    message = "only the state has an average of the weights; one of the state starts again"
-    assert (message in caplog.text) == (len(parts) == 3)
+    assert (f"only the state {MESSAGE}" in caplog.text) == (len(parts) == 3)
 
 
 def test_an_average_that_the_state_lacks_is_left_out(tmp_path, caplog):
@@ -127,14 +112,14 @@ def test_an_average_that_the_state_lacks_is_left_out(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "forgekit"):
         loaded = fk.checkpoint_load(create(), tmp_path)
     assert loaded.average is None
-    assert "has an average of the weights; one of the state starts again" in caplog.text
+    assert MESSAGE in caplog.text
     assert torch.equal(loaded.model[0].weight, weights[-1]["0.weight"])
 
 
 def test_averages_of_other_parameters_are_refused(tmp_path):
     state, _ = train(create(fk.EMA(0.5)), 2)
     fk.checkpoint_save(state, tmp_path, blocking=True)
-    model = build_model()
+    model = small_model()
     optimizer = fk.adamw(model)
     model[0].bias.requires_grad_(False)
     other = fk.TrainState.create(model, optimizer, average=fk.EMA(0.5))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from itertools import chain
 
 import pytest
 import torch
 from lab import Watch
+from optim.optimizers import rows, small_model, square_loss
 from tensordict import TensorDict
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Muon
@@ -16,11 +16,6 @@ from torch.optim import SGD, Adam, AdamW, Muon
 import forgekit as fk
 from forgekit.ranks import CheckpointError
 from forgekit.steps.update import skips_on_device
-
-
-def build_model(dtype=torch.float64):
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
 
 
 def split(model):
@@ -56,33 +51,23 @@ def chained(model, pair):
     return fk.chain_optimizers(*members_of(model, pair))
 
 
-def loss_fn(model, batch):
-    error = (model(batch["x"]) - batch["y"]).square()
-    return fk.Loss(error.sum(), torch.tensor(error.numel()))
-
-
-def batch_of(index, rows=4, scale=1.0):
-    draw = partial(torch.randn, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-    return TensorDict({"x": draw(rows, 5), "y": scale * draw(rows, 3)}, [rows])
-
-
 def schedule(step):
     return 0.01 * (step + 1)
 
 
 def train(state, steps, start=0):
-    step = fk.make_step(loss_fn, schedule=schedule, max_norm=0.5)
+    step = fk.make_step(square_loss, schedule=schedule, max_norm=0.5)
     for index in range(start, start + steps):
-        state, _ = step(state, [batch_of(index)])
+        state, _ = step(state, [rows(index)])
     return state
 
 
 def plain_training(pair, steps):
     """What torch computes alone: both optimizers step after one backward of the mean."""
-    model = build_model()
+    model = small_model()
     optimizers = members_of(model, pair)
     for index in range(steps):
-        batch = batch_of(index)
+        batch = rows(index)
         model.zero_grad()
         (model(batch["x"]) - batch["y"]).square().mean().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -110,22 +95,22 @@ def assert_equal(found, expected, **tolerance):
 
 @pytest.mark.parametrize("pair", PAIRS)
 def test_each_member_steps_its_parameters_with_its_own_settings(pair):
-    model = build_model()
+    model = small_model()
     train(fk.TrainState.create(model, chained(model, pair)), 4)
     expected, _ = plain_training(pair, 4)
     # Muon orthogonalises in bfloat16, so that the last bit of a gradient may turn into 2**-8.
     close = {"rtol": 0, "atol": 2e-3 if "muon" in pair else 1e-12}
     assert_equal(dict(model.named_parameters()), expected, **close)
-    for before, after in zip(build_model().parameters(), model.parameters(), strict=True):
+    for before, after in zip(small_model().parameters(), model.parameters(), strict=True):
         assert (before - after).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("way", ["state_dict", "deepcopy"])
 def test_a_chain_survives_what_torch_does_to_optimizers(way):
     pair = "muon and adamw"
-    model = build_model()
+    model = small_model()
     straight = train(fk.TrainState.create(model, chained(model, pair)), 4)
-    model = build_model()
+    model = small_model()
     state = train(fk.TrainState.create(model, chained(model, pair)), 2)
     if way == "deepcopy":
         other, optimizer = copy.deepcopy((state.model, state.optimizer))
@@ -144,10 +129,10 @@ def test_a_chain_survives_what_torch_does_to_optimizers(way):
 
 def test_a_chain_with_another_split_does_not_load(tmp_path):
     """Momentum of one optimizer is none of another's."""
-    model = build_model()
+    model = small_model()
     state = train(fk.TrainState.create(model, chained(model, "muon and adamw")), 2)
     fk.checkpoint_save(state, tmp_path, blocking=True)
-    other = build_model()
+    other = small_model()
     muon, adamw = PAIRS["muon and adamw"]
     matrices, biases = split(other)
     moved = fk.chain_optimizers(muon(matrices[:1]), adamw([*matrices[1:], *biases]))
@@ -157,12 +142,12 @@ def test_a_chain_with_another_split_does_not_load(tmp_path):
 
 
 def test_a_bad_step_leaves_a_member_as_it_was_that_cannot_skip_on_the_device():
-    model = build_model()
+    model = small_model()
     state = train(fk.TrainState.create(model, chained(model, "momentum and adamw")), 2)
     before = copy.deepcopy(dict(model.named_parameters()))
     kept = entries(model, state.optimizer)
-    step = fk.make_step(loss_fn, schedule=schedule)
-    state, _ = step(state, [batch_of(9, scale=torch.inf)])
+    step = fk.make_step(square_loss, schedule=schedule)
+    state, _ = step(state, [rows(9, scale=torch.inf)])
     assert_equal(dict(model.named_parameters()), before)
     assert_equal(entries(model, state.optimizer), kept)
     assert int(state.skipped) == 1
@@ -173,10 +158,10 @@ def test_a_bad_step_leaves_a_member_as_it_was_that_cannot_skip_on_the_device():
     {"two fused": 0, "fused momentum": 0, "momentum and adamw": 1}.items(),
 )
 def test_a_step_reads_the_host_only_where_a_member_cannot_skip_on_the_device(pair, reads):
-    model = build_model(torch.float32)
+    model = small_model(torch.float32)
     state = fk.TrainState.create(model, chained(model, pair))
-    step = fk.make_step(loss_fn, schedule=schedule)
-    batch = batch_of(0).float()
+    step = fk.make_step(square_loss, schedule=schedule)
+    batch = rows(0).float()
     state, _ = step(state, [batch])
     with Watch() as mode:
         state, _ = step(state, [batch])
@@ -188,39 +173,30 @@ def test_a_step_reads_the_host_only_where_a_member_cannot_skip_on_the_device(pai
 
 def test_fused_momentum_is_not_made_by_a_step_that_may_be_skipped():
     """A skipped first step would leave its memory unwritten."""
-    model = build_model(torch.float32)
+    model = small_model(torch.float32)
     optimizer = chained(model, "fused momentum")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     assert not skips_on_device(optimizer)
 
 
-def test_a_chain_of_a_chain_is_one_chain():
-    model = build_model()
+def test_a_chain_of_a_chain_is_one_chain_and_keeps_the_state_of_its_members():
+    model = small_model()
     first, second = split(model)
-    inner = fk.chain_optimizers(SGD([first[0]]), SGD([first[1]], momentum=0.9))
-    outer = fk.chain_optimizers(inner, AdamW(second))
-    assert [type(m).__name__ for m in outer.members] == ["SGD", "SGD", "AdamW"]
+    members = [SGD([first[0]]), SGD([first[1]], momentum=0.9), AdamW(second)]
     model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
-    outer.step()
-    assert outer.state.keys() == {first[1], *second}
+    for member in members:
+        member.step()
+    kept = dict(chain.from_iterable(entries(model, member).items() for member in members))
+    outer = fk.chain_optimizers(fk.chain_optimizers(*members[:2]), members[2])
+    assert list(outer.members) == members
+    assert_equal(entries(model, outer), kept)
     outer.zero_grad()
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_state_that_members_have_already_is_kept():
-    model = build_model()
-    members = members_of(model, "two fused")
-    model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
-    for member in members:
-        member.step()
-    expected = [entries(model, member) for member in members]
-    joined = fk.chain_optimizers(*members)
-    assert_equal(entries(model, joined), dict(chain.from_iterable(e.items() for e in expected)))
-
-
 def test_a_closure_is_called_once():
-    model, calls = build_model(), []
+    model, calls = small_model(), []
 
     def closure():
         calls.append(1)
@@ -232,21 +208,15 @@ def test_a_closure_is_called_once():
     assert calls == [1]
 
 
-def test_a_parameter_of_two_members_is_refused():
-    model = build_model()
-    with pytest.raises(ValueError, match="some parameters appear in more than one parameter group"):
-        fk.chain_optimizers(SGD(model.parameters()), AdamW([model[0].bias]))
-
-
 def test_a_chain_takes_no_further_group():
-    model = build_model()
+    model = small_model()
     optimizer = fk.chain_optimizers(SGD([model[0].weight]))
     with pytest.raises(TypeError, match=r"nothing says which member is to step it. Add it to an"):
         optimizer.add_param_group({"params": [model[0].bias]})
 
 
 def test_a_state_takes_one_optimizer():
-    model = build_model()
+    model = small_model()
     message = "^optimizer is a .*; a state has one .* forgekit.chain_optimizers"
     with pytest.raises(TypeError, match=message):
         fk.TrainState.create(model, members_of(model, "two fused"))
@@ -296,5 +266,5 @@ def one_step(state, schedule):
     def loss_fn(model, batch):
         return fk.Loss(model(batch["x"]).square().sum(), 2)
 
-    batch = TensorDict({"x": torch.ones(2, 2)}, [2])
-    return fk.make_step(loss_fn, schedule=schedule)(state, [batch])[0]
+    step = fk.make_step(loss_fn, schedule=schedule)
+    return step(state, [TensorDict({"x": torch.ones(2, 2)}, [2])])[0]

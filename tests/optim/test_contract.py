@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -282,39 +281,8 @@ def test_eight_ranks_agree(tmp_path):
     check_layouts(LARGE, 8, tmp_path, layers=2)
 
 
-def trained(rank, world, sizes):
-    """Through a real step: gradients that the layout computed."""
-    model, mesh = build(), None
-    if world > 1:
-        mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
-        model = fk.parallelize(model, mesh)
-    state = fk.TrainState.create(model, BUILDERS["muon"](model), mesh=mesh, average=RULE)
-    step = fk.make_step(loss_fn, schedule=fk.constant(0.02))
-    for bad in (False, True, False):
-        state, _ = step(state, [batch(bad)])
-    before = parameters_of(model)
-    with fk.averaged(state):
-        loss = fk.evaluate(state, [batch()], loss_fn)["loss"].item()
-    assert_same_bits(parameters_of(model), before)
-    plain = fk.evaluate(state, [batch()], loss_fn)["loss"].item()
-    return before, {n: full(v) for n, v in state.average.values.items()}, loss, plain
-
-
-def test_a_step_with_muon_and_an_average_is_the_same_under_tensor_parallelism():
-    expected = trained(0, 1, {})
-    found = run_again(trained, 2, {"dp_shard": 1, "tp": 2})[0]
-    assert_close(found[0], expected[0], 1e-6)
-    assert_close(found[1], expected[1], 1e-6)
-    assert abs(found[2] - expected[2]) < 1e-6
-    assert abs(found[3] - expected[3]) < 1e-6
-    assert abs(expected[2] - expected[3]) > 1e-4
-
-
 def test_an_optimizer_of_ones_own_is_one_file_and_a_row():
     """Its row stands in the table above; its file knows of ``step_each`` alone, and is right."""
-    lines = Path(rms.__file__).read_text().splitlines()
-    imports = [line.split()[1] for line in lines if line.startswith("from forgekit")]
-    assert imports == ["forgekit.optim.groups", "forgekit.optim.step_each"]
     model, other = build(), build()
     ours = rms.rms(model, weight_decay=0.0)
     torchs = torch.optim.RMSprop(other.parameters(), alpha=0.9, eps=1e-3)
@@ -342,18 +310,10 @@ class Eager(torch.optim.Optimizer):
             parameter.sub_(self.state[parameter]["mean"], alpha=0.01)
 
 
-def transformers_adafactor(parameters):
-    import transformers  # it takes seconds in each rank, and most tests here do without
-
-    return transformers.Adafactor(parameters)
-
-
 OTHERS = {
     "Adafactor": (torch.optim.Adafactor, False),
     "SGD": (partial(torch.optim.SGD, fused=True, momentum=0.9), False),
-    "Adafactor of transformers": (transformers_adafactor, False),
     "state from the constructor": (Eager, True),
-    "SGD, a loop": (partial(torch.optim.SGD, lr=0.01, momentum=0.9), True),
     "Adam": (partial(torch.optim.Adam, fused=True, amsgrad=True), True),
 }
 
@@ -390,5 +350,5 @@ def test_an_optimizer_that_cannot_step_shards_is_refused_before_the_first_update
             if is_able:
                 assert by_name[name] > 9e-4, name
             else:
-                message = f"{name.split()[0]} cannot step sharded parameters ("
+                message = f"{name} cannot step sharded parameters ("
                 assert str(by_name[name]).startswith(message), by_name[name]

@@ -50,12 +50,6 @@ def test_a_foreign_model_is_split_by_the_same_rule():
     }
 
 
-def test_a_group_without_parameters_is_left_out():
-    groups = fk.optim.decay_groups(nn.Linear(2, 2, bias=False), 0.1)
-    assert [group["weight_decay"] for group in groups] == [0.1]
-    assert [group["weight_decay"] for group in fk.optim.decay_groups(nn.LayerNorm(2), 0.1)] == [0.0]
-
-
 def test_a_negative_decay_is_refused():
     with pytest.raises(ValueError, match=r"weight_decay is -0\.1; it must be finite and not neg"):
         fk.optim.decay_groups(nn.Linear(2, 2), -0.1)

@@ -12,7 +12,6 @@ HALF = math.sqrt(0.5)
 
 TABLE = [
     ("constant", fk.constant(0.3), {0: 0.3, 5: 0.3, 10**9: 0.3}),
-    ("linear", fk.optim.linear(2.0, 8), {0: 2.0, 2: 1.5, 6: 0.5, 8: 0.0, 9: 0.0, 10**9: 0.0}),
     ("cosine", fk.optim.cosine(2.0, 8), {0: 2.0, 2: 1 + HALF, 4: 1.0, 6: 1 - HALF, 8: 0.0, 9: 0.0}),
     (
         "wsd, sqrt",
@@ -23,11 +22,6 @@ TABLE = [
         "wsd, linear",
         fk.wsd(2.0, warmup=2, decay=4, total=10, shape="linear", final=1.0),
         {0: 1.0, 1: 2.0, 6: 2.0, 7: 1.75, 9: 1.25, 10: 1.0, 11: 1.0},
-    ),
-    (
-        "warmup of a constant",
-        fk.optim.warmup(fk.constant(4.0), 4),
-        {0: 1.0, 1: 2.0, 3: 4.0, 4: 4.0, 9: 4.0},
     ),
     (
         "warmup of a decay, which starts after it",

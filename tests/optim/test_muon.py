@@ -171,10 +171,6 @@ def small():
 REFUSED = {
     "no table": ({}, r"^Sequential has no table 'roles' .* Pass patterns of names: roles=\{"),
     "unknown role": ({"roles": {"1.weight": "matrices"}}, "^a role is 'matrices'; it is one of"),
-    "no such name": (
-        {"roles": {"2.weight": "matrix"}},
-        "^the pattern '2.weight' of roles matches no parameter of Sequential; it has",
-    ),
     "no such split": (
         {"roles": {"1.weight": "matrix"}, "split": {"*.qkv": (1, 2)}},
         r"^the pattern '\*.qkv' of split matches no parameter of Sequential; it has",
