@@ -67,12 +67,16 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
         TypeError: If it is no TensorDict with rows.
         ValueError: If the positions cannot be shared evenly.
     """
-    first = _first_tensor(batch)
+    if not isinstance(batch, TensorDictBase) or not batch.batch_size:
+        raise TypeError(
+            f"a micro-batch is a {type(batch).__name__}; a step needs TensorDicts with batch_size "
+            "[b], in a list. Use TensorDict(tensors, batch_size=[b])."
+        )
     documents = layout.documents
     given = None if documents is None else batch.get("doc_ids", None)
     if layout.positions_multiple > 1:
         _check_positions(batch, layout)
-    if first.device != device:  # whole, since slices of it would not be in pinned memory
+    if device.type != "cpu":  # whole, since slices of it would not be in pinned memory
         batch = batch.to(device, non_blocking=True)
     if layout.context > 1:
         ring_rank, ulysses_rank = divmod(layout.context_rank, layout.ulysses)
@@ -260,24 +264,12 @@ def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
         release(fsdp_modules(*layout.roots(model)))
 
 
-def _first_tensor(batch: Any) -> Tensor:
-    if isinstance(batch, TensorDictBase) and len(batch.batch_size) > 0:
-        for is_nested in (False, True):
-            for value in batch.values(is_nested, is_nested):
-                if isinstance(value, Tensor):
-                    return value
-    raise TypeError(
-        f"a micro-batch is a {type(batch).__name__} with batch_size "
-        f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts of tensors with "
-        "batch_size [b], in a list. Use TensorDict(tensors, batch_size=[b])."
-    )
-
-
 def _check_positions(batch: TensorDictBase, layout: Layout) -> None:
-    multiple = layout.positions_multiple
-    if "input_ids" not in batch.keys():  # noqa: SIM118
+    """Raise unless ranks can share the positions evenly, and the model takes as many."""
+    multiple, ids = layout.positions_multiple, batch.get("input_ids", None)
+    if ids is None:
         return
-    positions = batch["input_ids"].shape[1]
+    positions = ids.shape[1]
     if layout.longest is not None and positions > layout.longest:
         raise ValueError(
             f"input_ids has {positions} positions; max_seq_len is {layout.longest}, over all ranks "
@@ -285,14 +277,10 @@ def _check_positions(batch: TensorDictBase, layout: Layout) -> None:
             "max_seq_len."
         )
     if positions % multiple:
-        parts = {
-            "2 * ring": 2 * layout.ring if layout.ring > 1 else 1,
-            "ulysses": layout.ulysses,
-            "tp": layout.sequence,
-        }
+        parts = {"2 * ring": 2 * layout.ring if layout.ring > 1 else 1}
+        parts |= {"ulysses": layout.ulysses, "tp": layout.sequence}
         shown = " * ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
         raise ValueError(
             f"input_ids has {positions} positions, which {multiple} = {shown} must divide; "
-            f"{nearest_multiples(positions, multiple)}. Change data.seq_len or the "
-            "mesh."
+            f"{nearest_multiples(positions, multiple)}. Change data.seq_len or the mesh."
         )

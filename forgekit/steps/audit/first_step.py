@@ -9,7 +9,7 @@ that were never reduced, changed names and numbers of rows) is not here: no swit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,13 +18,14 @@ from tensordict import TensorDictBase
 
 from forgekit.mesh import data_ranks
 from forgekit.parallel.agreement import exchange
-from forgekit.parallel.fsdp import FsdpModules, watching_shards
+from forgekit.parallel.fsdp import FsdpModules, gather_skipped, watching_shards
 from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
 from forgekit.steps.audit.agreement import digest_rows
 from forgekit.steps.audit.plan import check_plan
 from forgekit.steps.audit.positions import check_positions
-from forgekit.steps.micro_batch import LossFn
+from forgekit.steps.micro_batch import LossFn, watching_outputs
+from forgekit.steps.ranges import NOTHING
 
 END = "the end of loss_fn"
 
@@ -45,6 +46,19 @@ class Audit:
     digest: str = ""
     read: set[str] = attrs.field(factory=set)
 
+    def looking_at(self, batch: TensorDictBase) -> AbstractContextManager[object]:
+        """Take a step's first micro-batch, whole sequences; look at its forward pass inside."""
+        # One process reduces nothing, so there a look at its first step will do.
+        is_needed = self._sharded or self._state.agreed is None
+        return self._looking_at(batch) if is_needed else NOTHING
+
+    @contextmanager
+    def _looking_at(self, batch: TensorDictBase) -> Iterator[None]:
+        self.look(batch)
+        with watching_outputs(self._state.model, self._sharded), self._running():
+            yield
+        gather_skipped(self._sharded)
+
     def look(self, batch: TensorDictBase) -> None:
         """Take the first micro-batch, whole sequences, before the model does.
 
@@ -60,7 +74,7 @@ class Audit:
             check_plan(self._state, batch, self._loss_fn)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def _running(self) -> Iterator[None]:
         """Compare over the ranks which modules run in the first micro-batch.
 
         FSDP pairs the collectives of ranks by their order and by nothing else. Where one rank skips
@@ -91,7 +105,7 @@ class Audit:
 
 @contextmanager
 def auditing(
-    state: TrainState, loss_fn: LossFn, sharded: FsdpModules, *, is_due: bool, goes_on: bool
+    state: TrainState, loss_fn: LossFn, sharded: FsdpModules, *, audit: bool, is_begun: bool
 ) -> Iterator[Audit]:
     """Prove within the block what a run's first step has to.
 
@@ -99,13 +113,17 @@ def auditing(
         state: The state; nothing in it changes.
         loss_fn: ``loss_fn(model, batch) -> Loss``.
         sharded: The model's FSDP modules.
-        is_due: Whether it is a first step whose audit is not switched off.
-        goes_on: Whether an earlier call of the step has looked at its first micro-batch.
+        audit: Whether to; the switch of ``accumulate``.
+        is_begun: Whether an earlier call of the step has looked at its first micro-batch.
     """
-    audit = Audit(state, loss_fn, sharded, is_due and not goes_on and world_of(state.mesh) > 1)
-    rows_differ = data_ranks(state.mesh)[1] * state.layout.context > 1
-    with watching_shards(state.model, sharded, is_due=is_due and rows_differ) as audit.read:
-        yield audit
+    # `agreed` comes with the first step's collective: nothing has been updated before.
+    is_first = audit and state.agreed is None and world_of(state.mesh) > 1
+    proofs = Audit(state, loss_fn, sharded, is_first and not is_begun)
+    if is_first and data_ranks(state.mesh)[1] * state.layout.context > 1:  # whose rows differ
+        with watching_shards(state.model, sharded) as proofs.read:
+            yield proofs
+    else:
+        yield proofs
 
 
 def _compare(name: str, *_: Any) -> None:
