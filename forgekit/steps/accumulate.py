@@ -186,8 +186,8 @@ def _accumulate_whole(
         is_last = is_end and not more
         if number == first or is_end:
             set_sync(sharded, sync, is_last)
-        looking = proofs.looking_at(batch) if number == 0 else NOTHING
-        with looking, named("forward"), routers.noting():
+        is_new = number == 0 and state.agreed is None  # of a run's first step
+        with proofs.looking_at(batch) if is_new else NOTHING, named("forward"), routers.noting():
             part = take_part(batch, state.layout, device)
             # After the proofs, which draw numbers too.
             seed_micro_batch(state, first_number + number)

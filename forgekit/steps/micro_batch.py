@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from forgekit.checks import nearest_multiples
 from forgekit.data.batch import shard_sequence
@@ -36,9 +35,11 @@ OUTSIDE = (
     "the output weight; and for an L2 term use the optimizer's weight decay."
 )
 FREED = (
-    "the backward pass came to a module whose parameters FSDP has freed, because it saw no tensor "
-    "in what the module returned: FSDP sees tensors, tuples, lists, dicts and dataclasses of them. "
-    "Return those from every block, not a namespace or an attribute that is read later."
+    "the backward pass came to a module whose parameters FSDP has freed. Either FSDP saw no tensor "
+    "in what the module returned: it sees tensors, tuples, lists, dicts and dataclasses of them, "
+    "not a namespace or an attribute that is read later. Or loss_fn differentiates through the "
+    "model itself, as for a gradient penalty, and FSDP frees parameters in the first backward "
+    "pass: penalise finite differences of two calls, or train on one rank in fp32."
 )
 EXPLAINED = MappingProxyType(
     {
@@ -182,45 +183,6 @@ def check_output(module: nn.Module, _args: Any, output: Any) -> None:
             f"{type(module).__name__} returned a TensorDict; gradients through it would stay "
             "unreduced under FSDP. Return tensors, or a stdlib dataclass of tensors."
         )
-
-
-@contextmanager
-def watching_outputs(model: nn.Module, sharded: Iterable[nn.Module]) -> Iterator[None]:
-    """Refuse outputs that FSDP does not see, and a second pass through them, inside the block.
-
-    FSDP frees gathered parameters, and reduces gradients, in the first backward pass through a
-    module. A loss function that differentiates through one by itself has its own pass in here, and
-    the one over the loss would meet parameters without values.
-
-    Args:
-        model: The model.
-        sharded: Its FSDP modules.
-    """
-    is_inside = True
-
-    def refuse(_gradient: Tensor) -> None:
-        if is_inside:
-            raise ValueError(
-                "loss_fn differentiates through the model itself (torch.autograd.grad, as for a "
-                "gradient penalty), and FSDP frees a module's parameters in its first backward "
-                "pass, so that there is no second one through the loss. Penalise finite "
-                "differences, two calls of the model, or train on one rank in fp32."
-            )
-
-    def watch(_module: nn.Module, _args: Any, output: Any) -> None:
-        for leaf in tree_leaves(output):
-            if type(leaf) is Tensor and leaf.requires_grad:
-                leaf.register_hook(refuse)
-
-    with ExitStack() as hooks:
-        for module in (model, *sharded):
-            hooks.callback(module.register_forward_hook(check_output).remove)
-        for module in sharded:
-            hooks.callback(module.register_forward_hook(watch).remove)
-        try:
-            yield
-        finally:
-            is_inside = False
 
 
 def length_of(batches: Iterable[TensorDictBase]) -> int | None:

@@ -9,7 +9,7 @@ that were never reduced, changed names and numbers of rows) is not here: no swit
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,7 @@ from forgekit.state import TrainState
 from forgekit.steps.audit.agreement import digest_rows
 from forgekit.steps.audit.plan import check_plan
 from forgekit.steps.audit.positions import check_positions
-from forgekit.steps.micro_batch import LossFn, watching_outputs
-from forgekit.steps.ranges import NOTHING
+from forgekit.steps.micro_batch import LossFn, check_output
 
 END = "the end of loss_fn"
 
@@ -46,17 +45,38 @@ class Audit:
     digest: str = ""
     read: set[str] = attrs.field(factory=set)
 
-    def looking_at(self, batch: TensorDictBase) -> AbstractContextManager[object]:
-        """Take a step's first micro-batch, whole sequences; look at its forward pass inside."""
-        # One process reduces nothing, so there a look at its first step will do.
-        is_needed = self._sharded or self._state.agreed is None
-        return self._looking_at(batch) if is_needed else NOTHING
-
     @contextmanager
-    def _looking_at(self, batch: TensorDictBase) -> Iterator[None]:
+    def looking_at(self, batch: TensorDictBase) -> Iterator[None]:
+        """Look at a first micro-batch, whole sequences, and at its forward pass inside.
+
+        FSDP pairs the collectives of ranks by their order and by nothing else. Where one rank skips
+        a block that another runs, shards of two blocks meet, or ranks wait for each other. So each
+        module is compared before FSDP gathers it: a small collective of objects, which pairs with
+        that of another rank whatever that one runs.
+
+        Raises:
+            TypeError: If the model or a module that FSDP wraps returns a TensorDict.
+            ValueError: On every rank, if they run different modules, or see ``look``.
+        """
         self.look(batch)
-        with watching_outputs(self._state.model, self._sharded), self._running():
+        model, gathered = self._state.model, set(self._sharded)
+        # Compiled code runs in place of hooks.
+        is_compiled = any(m._compiled_call_impl is not None for m in model.modules())
+        compares = self._is_due and not is_compiled
+        with ExitStack() as hooks:
+            for module in (model, *gathered):
+                hooks.enter_context(module.register_forward_hook(check_output))
+            if compares:
+                here = {name: m for name, m in model.named_modules() if m in gathered}
+                # Ranks without experts have no module to gather there.
+                for name in set(here).intersection(*exchange(list(here))):
+                    compare = partial(_compare, name or type(model).__name__)
+                    # In front of FSDP's own hook.
+                    hook = here[name].register_forward_pre_hook(compare, prepend=True)
+                    hooks.enter_context(hook)
             yield
+        if compares:
+            _compare(END)
         gather_skipped(self._sharded)
 
     def look(self, batch: TensorDictBase) -> None:
@@ -72,35 +92,6 @@ class Audit:
             check_positions(self._state, batch, self._loss_fn)
         if self._state.layout.tensor > 1:
             check_plan(self._state, batch, self._loss_fn)
-
-    @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Compare over the ranks which modules run in the first micro-batch.
-
-        FSDP pairs the collectives of ranks by their order and by nothing else. Where one rank skips
-        a block that another runs, shards of two blocks meet, or ranks wait for each other. So each
-        module is compared before FSDP gathers it: a small collective of objects, which pairs with
-        that of another rank whatever that one runs.
-
-        Raises:
-            ValueError: On every rank, with what the ranks are about to run, if they differ.
-        """
-        model, gathered = self._state.model, set(self._sharded)
-        # Compiled code runs in place of hooks.
-        if not self._is_due or any(m._compiled_call_impl is not None for m in model.modules()):
-            yield
-            return
-        here = {name: module for name, module in model.named_modules() if module in gathered}
-        # Ranks without experts have no module to gather there.
-        everywhere = set(here).intersection(*exchange(list(here)))
-        with ExitStack() as hooks:
-            for name in everywhere:
-                compare = partial(_compare, name or type(model).__name__)
-                # In front of FSDP's own hook.
-                hook = here[name].register_forward_pre_hook(compare, prepend=True)
-                hooks.callback(hook.remove)
-            yield
-        _compare(END)
 
 
 @contextmanager
