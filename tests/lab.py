@@ -133,6 +133,33 @@ def build_state(
     return fk.TrainState.create(model, build(model), mesh=mesh)
 
 
+def lay_out(
+    model: nn.Module,
+    sizes: dict[str, int] | None = None,
+    build: Callable[[nn.Module], torch.optim.Optimizer] = fk.adamw,
+    **options: Any,
+) -> fk.TrainState:
+    """A state of any model on the ranks that there are; by default sharded over all of them."""
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes or {}), device="cpu")
+    model = fk.parallelize(model, mesh, **options)
+    return fk.TrainState.create(model, build(model), mesh=mesh)
+
+
+def alone(
+    model: nn.Module, build: Callable[[nn.Module], torch.optim.Optimizer] = fk.adamw
+) -> fk.TrainState:
+    """A state of any model in one process."""
+    return fk.TrainState.create(model, build(model))
+
+
+def mean_gradients(
+    state: fk.TrainState, batches: Any, loss_fn: Callable[..., fk.Loss], **options: Any
+) -> dict[str, Tensor]:
+    """Full gradients of the token mean as a step finds them, by name."""
+    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn, **options), state)
+    return {name: full(gradient) for name, gradient in fk.gradients(state, totals).items()}
+
+
 def full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -143,6 +170,12 @@ def full_tensors(model: nn.Module, *, gradients: bool = False) -> dict[str, Tens
     if gradients:
         return {n: full(p.grad).detach().clone() for n, p in named if p.grad is not None}
     return {n: full(p).detach().clone() for n, p in named}
+
+
+def is_kept(model: nn.Module, before: dict[str, Tensor]) -> bool:
+    """Whether parameters are bitwise those of before, as ``full_tensors`` gave them."""
+    after = full_tensors(model)
+    return all(torch.equal(before[name], after[name]) for name in before)
 
 
 def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

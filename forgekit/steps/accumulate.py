@@ -27,7 +27,6 @@ from forgekit.parallel.fsdp import (
     find_unreduced,
     first_gradient,
     fsdp_modules,
-    gather_skipped,
     release,
     reset_iteration,
     set_sync,
@@ -47,10 +46,9 @@ from forgekit.steps.micro_batch import (
     mixing_tensors,
     seed_micro_batch,
     take_part,
-    watching_outputs,
 )
 from forgekit.steps.pipelined import accumulate_staged
-from forgekit.steps.ranges import named, ranged
+from forgekit.steps.ranges import NOTHING, named, ranged
 from forgekit.steps.totals import OPEN, Held, LossSums, Totals, take_held
 
 SYNCS = get_args(Sync)
@@ -111,34 +109,33 @@ def accumulate(
             is raised, no gradient is left behind and the step can be tried again.
     """
     check_choice("sync", sync, SYNCS)
-    layout, device = state.layout, state.targets.device
+    layout = state.layout
     sharded = fsdp_modules(*layout.roots(state.model))
     release(sharded)
     try:
         _check_parameters(state, sharded)
         if onto is None:
             clear_gradients(sharded)
-            held = Held(state.step, LossSums(device))
+            held = Held(state.step, LossSums(state.targets.device))
         else:
             held = take_held(onto, state, first_gradient(sharded))
-        if layout.stages is None:
-            routers = StepRouters(sharded.walked, state.loss_scale, device, noted=held.noted)
-        else:
-            stages, modules = layout.stages.modules, state.model.modules()
-            routers = StepRouters(modules, state.loss_scale, device, stages, noted=held.noted)
-        is_first = audit and state.agreed is None  # before anything is updated
-        sums, rows = held.losses, held.losses.rows
+        sums, rows_before = held.losses, held.losses.rows
+        stages = [] if layout.stages is None else layout.stages.modules
+        modules = state.model.modules() if stages else sharded.walked
+        routers = StepRouters(
+            modules, state.loss_scale, state.targets.device, stages, noted=held.noted
+        )
         with (
             mixing_tensors(layout),
-            auditing(state, loss_fn, sharded, is_due=is_first, goes_on=onto is not None) as proofs,
+            auditing(state, loss_fn, sharded, audit=audit, is_begun=onto is not None) as proofs,
             explaining(),
         ):
+            step = (state, batches, loss_fn, sums, routers, sharded)
             if layout.stages is None:
-                _run_whole(routers, state, batches, loss_fn, sums, sharded, proofs, sync, more)
+                _accumulate_whole(*step, proofs, sync=sync, more=more)
             else:
-                look = proofs.look if onto is None else None
-                accumulate_staged(routers, state, batches, loss_fn, sums, sharded, look, more=more)
-        rows = sums.rows - rows
+                accumulate_staged(*step, proofs.look, more=more)
+        rows = sums.rows - rows_before
         if not rows:
             raise ValueError("a step got no micro-batch; every rank must bring at least one.")
         held.read |= proofs.read
@@ -150,11 +147,7 @@ def accumulate(
                 reset_iteration(sharded)
                 clear_gradients(sharded)
             _fill_unused(state)
-        samples = getattr(batches, "samples", None)
-        held.is_counted &= samples is None
-        if (whole := getattr(batches, "whole", None)) is not None:
-            held.shares += ((samples, whole),)
-        held.samples += rows * data_ranks(state.mesh)[1] if samples is None else samples
+        held.count_rows(batches, rows * data_ranks(state.mesh)[1])
         if (gradient := first_gradient(sharded)) is not None:
             held.gradient = TensorWeakRef(gradient)
         return sums.totals(
@@ -174,14 +167,15 @@ def accumulate(
         raise
 
 
-def _run_whole(
-    routers: StepRouters,
+def _accumulate_whole(
     state: TrainState,
     batches: Iterable[TensorDictBase],
     loss_fn: LossFn,
     sums: LossSums,
+    routers: StepRouters,
     sharded: FsdpModules,
     proofs: Audit,
+    *,
     sync: Sync,
     more: bool,
 ) -> None:
@@ -192,18 +186,12 @@ def _run_whole(
         is_last = is_end and not more
         if number == first or is_end:
             set_sync(sharded, sync, is_last)
-        if number == 0:
-            proofs.look(batch)
-        part = take_part(batch, state.layout, device)
-        seed_micro_batch(state, first_number + number)
-        with named("forward"), routers.noting():
-            if number == 0:  # which shows what modules return, and which of them run
-                with watching_outputs(state.model, sharded), proofs.running():
-                    loss = compute_loss(state.model, part, loss_fn)
-                gather_skipped(sharded)
-            else:
-                loss = compute_loss(state.model, part, loss_fn)
-        check_loss(loss)
+        is_new = number == 0 and state.agreed is None  # of a run's first step
+        with proofs.looking_at(batch) if is_new else NOTHING, named("forward"), routers.noting():
+            part = take_part(batch, state.layout, device)
+            # After the proofs, which draw numbers too.
+            seed_micro_batch(state, first_number + number)
+            loss = check_loss(compute_loss(state.model, part, loss_fn))
         if is_last and number:
             widen_accumulators(sharded)
         with named("backward"):
@@ -239,7 +227,7 @@ def count_ahead(
     for batch in pulled:
         for index, counter in enumerate(counters.values()):
             counts[index] += counter(batch)
-    if state.mesh is not None and state.mesh.size() > 1:
+    if state.mesh is not None and world_of(state.mesh) > 1:
         shared = [name for name in ("pp", "cp", "tp") if size_of(state.mesh, name) > 1]
         if any(map(state.mesh.get_local_rank, shared)):  # the first of them counts for all
             counts.zero_()
@@ -260,10 +248,10 @@ def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBa
         count = 0
         for count, batch in enumerate(batches, start=1):
             yield batch, count == size
-        if count != size:
+        if count != size:  # gradients would not be reduced
             raise ValueError(
                 f"{type(batches).__name__} has a len() of {size} and yielded {count}; len() must "
-                "count the micro-batches that it yields, or gradients would not be reduced."
+                "count the micro-batches that it yields."
             )
         return
     iterator = iter(batches)
@@ -277,21 +265,21 @@ def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBa
 
 def _check_parameters(state: TrainState, sharded: FsdpModules) -> None:
     """Raise if a gradient hook would never be called, or a gradient never be reduced."""
-    if sharded and (names := find_hooked(state.model, sharded)):
+    if world_of(state.mesh) == 1 and not sharded:
+        return
+    if names := find_hooked(state.model, sharded):
         raise ValueError(
             f"{names[0]!r} has a gradient hook, which FSDP never calls: it sets gradients of "
             "shards by itself. Remove the hook, and change parameter.grad between accumulate and "
             "reduce_totals."
         )
-    if world_of(state.mesh) == 1:
-        return
     held = (p for group in state.optimizer.param_groups for p in group["params"])
     plain = [tuple(p.shape) for p in held if not isinstance(p, DTensor)]
-    if plain:
+    if plain and world_of(state.mesh) > 1:
         raise ValueError(
-            f"the optimizer holds {len(plain)} parameters (first: {plain[0]}) that are not sharded "
-            f"on a mesh of {world_of(state.mesh)} ranks, so their gradients would not be reduced. "
-            "Add them to the model before forgekit.parallelize(model, mesh)."
+            f"the optimizer holds {len(plain)} parameters (first: {plain[0]}) that are not "
+            "sharded, so their gradients would not be reduced. Add them to the model before "
+            "forgekit.parallelize(model, mesh)."
         )
 
 

@@ -245,13 +245,29 @@ def _take_shared_chunk(
     *,
     columns: Columns,
 ) -> tuple[Tensor, Tensor]:
-    """The same of a rank's part of the vocabulary; all ranks find the same losses."""
-    dtype = logits.dtype
-    softmax = share_softmax(logits.to(wide(dtype)), labels, ~is_masked[:, 0], z_loss, columns)
-    if not backward:
-        return softmax.losses, softmax.exponentials
+    """The same of a rank's part of the vocabulary, in one collective; all find the same losses."""
+    dtype, is_target = logits.dtype, ~is_masked[:, 0]
+    column, is_here = find_columns(labels, is_target, logits.shape[1], columns)
+    rows, exponentials = measure_rows(logits.to(wide(dtype)), column, is_here)
     del logits
-    return softmax.losses, softmax.gradient_().to(dtype)
+    top, scales, sums = combine_rows(rows, columns)
+    log_total = sums[0].log()
+    losses = log_total - (sums[1] - top)
+    # Of the losses by the logits, but for the labels: the exponentials times this.
+    slope = scales[columns.mesh.get_local_rank()] / sums[0]
+    if z_loss:
+        log_z = top + log_total
+        losses = losses + z_loss * log_z.square()
+        slope = slope * (1 + 2 * z_loss * log_z)
+    # `where`, not a product: masked values may be NaN.
+    losses, slope = torch.where(is_target, losses, 0.0), torch.where(is_target, slope, 0.0)
+    if not backward:
+        return losses, exponentials
+    gradient = exponentials.mul_(slope[:, None])
+    # Rows without a target may hold NaN, which their zero slope has not removed.
+    gradient.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
+    gradient.scatter_add_(1, column, -is_here[:, None].to(gradient.dtype))
+    return losses, gradient.to(dtype)
 
 
 def _log_partition(logits: Tensor, losses: Tensor, labels: Tensor) -> Tensor:
@@ -330,69 +346,47 @@ def take_projection(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Col
     return take_whole(hidden, columns.mesh), weight.to_local(), columns
 
 
-@attrs.frozen(eq=False)
-class Softmax:
-    """What the ranks found together about the rows of their logits.
-
-    Attributes:
-        losses: ``[n]``, the same on all ranks; 0 in rows without a target.
-        exponentials: ``[n v/tp]``; with ``slope`` the gradient of the losses but for the labels.
-        slope: ``[n]``.
-        column: ``[n 1]`` column of the label.
-        is_here: ``[n 1]`` whether the label is one of this rank's columns.
-    """
-
-    losses: Tensor
-    exponentials: Tensor
-    slope: Tensor
-    column: Tensor
-    is_here: Tensor
-
-    def gradient_(self) -> Tensor:
-        """Gradient of the summed losses by this rank's logits, in place of the exponentials."""
-        gradient = self.exponentials.mul_(self.slope[:, None])
-        # Rows without a target may hold NaN, which their zero slope has not removed.
-        gradient.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
-        return gradient.scatter_add_(1, self.column, -self.is_here.to(gradient.dtype))
-
-
-def share_softmax(
-    logits: Tensor, labels: Tensor, is_target: Tensor, z_loss: float, columns: Columns
-) -> Softmax:
-    """Find each row's loss together with the other ranks, in one collective.
+def measure_rows(logits: Tensor, column: Tensor, is_here: Tensor) -> tuple[Tensor, Tensor]:
+    """Measure what a softmax needs of each row of a rank's columns.
 
     Args:
-        logits: ``[n v/tp]`` float32 or wider; consumed: its memory is used again.
-        labels: ``[n]`` int; anything where there is no target.
-        is_target: ``[n]`` bool.
-        z_loss: Weight of the squared log-partition.
-        columns: Which columns the logits are.
+        logits: ``[n v]`` float32 or wider; consumed: their memory gets the exponentials.
+        column: ``[n 1]`` column of the label.
+        is_here: ``[n]`` whether the label is one of these columns.
 
     Returns:
-        The losses, and what their gradient is made of.
+        ``[3 n]``: the largest logit, the sum of exponentials relative to it, and the label's logit
+        or 0; and the exponentials, ``[n v]``.
     """
-    column, is_here = find_columns(labels, is_target, logits.shape[1], columns)
-    picked = torch.where(is_here, logits.gather(1, column)[:, 0], 0.0)
+    at_label = torch.where(is_here, logits.gather(1, column)[:, 0], 0.0)
     largest = logits.amax(1)
     # A rank may have nothing but -inf in a row: padded vocabularies are masked that way.
     base = torch.where(largest == -math.inf, 0.0, largest)
     exponentials = logits.sub_(base[:, None]).exp_()
-    own = torch.stack([largest, exponentials.sum(1), picked])
-    statistics = own.new_empty(columns.mesh.size() * own.shape[0], own.shape[1])
-    all_gather(statistics, own, group=columns.mesh.get_group())
-    statistics = statistics.unflatten(0, (-1, own.shape[0]))  # [tp 3 n]
-    top = statistics[:, 0].amax(0)
-    scales = (statistics[:, 0] - top).exp()
-    total = (scales * statistics[:, 1]).sum(0)
-    log_total, slope = total.log(), scales[columns.mesh.get_local_rank()] / total
-    losses = log_total - (statistics[:, 2].sum(0) - top)
-    if z_loss:
-        log_z = top + log_total
-        losses = losses + z_loss * log_z.square()
-        slope = slope * (1 + 2 * z_loss * log_z)
-    # `where`, not a product: masked values may be NaN.
-    losses, slope = torch.where(is_target, losses, 0.0), torch.where(is_target, slope, 0.0)
-    return Softmax(losses, exponentials, slope, column, is_here[:, None])
+    return torch.stack([largest, exponentials.sum(1), at_label]), exponentials
+
+
+def combine_rows(rows: Tensor, columns: Columns | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine what all ranks measured of the same rows, in one collective.
+
+    Args:
+        rows: ``[k n]``: the largest logit, the sum of exponentials relative to it, the label's
+            logit; what follows is relative like the second.
+        columns: Of which columns; None for all of them.
+
+    Returns:
+        The largest logit of each row, ``[n]``; each rank's scale relative to it, ``[tp n]``; and
+        the other sums over the ranks, ``[k-1 n]``: all add up alike, in the order of the ranks.
+    """
+    every = rows[None]
+    if columns is not None:
+        every = rows.new_empty(columns.mesh.size() * len(rows), rows.shape[1])
+        all_gather(every, rows, group=columns.mesh.get_group())
+        every = every.unflatten(0, (-1, len(rows)))  # [tp k n]
+    top = every[:, 0].amax(0)
+    scales = (every[:, 0] - top).exp()
+    sums = [every[:, 2] if k == 2 else scales * every[:, k] for k in range(1, len(rows))]
+    return top, scales, torch.stack(sums).sum(1)
 
 
 def find_columns(
@@ -412,11 +406,10 @@ def _check_mesh(name: str, values: Tensor) -> None:
     """Raise for a DTensor over other mesh dimensions than that of tensor parallelism."""
     # By name: over FSDP's dimensions each rank has another gradient for the same rows.
     if isinstance(values, DTensor) and values.device_mesh.mesh_dim_names != (TENSOR,):
-        shown = ", ".join(map(repr, values.device_mesh.mesh_dim_names or ("unnamed",)))
         raise ValueError(
-            f"{name} is a DTensor over the mesh dimensions {shown}; a loss takes shards over "
-            f"{TENSOR!r} alone. A parameter looks like that while FSDP has not gathered it: read "
-            "it inside forward, model(ids, head=partial(forgekit.linear_cross_entropy, "
+            f"{name} is a DTensor over the mesh dimensions {values.device_mesh.mesh_dim_names}, "
+            f"not {TENSOR!r} alone, as a parameter is while FSDP has not gathered it: read it "
+            "inside forward, model(ids, head=partial(forgekit.linear_cross_entropy, "
             "labels=labels))."
         )
 

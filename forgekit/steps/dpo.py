@@ -19,6 +19,7 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +30,7 @@ import torch.nn.functional as F
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from forgekit.checks import check_choice, check_numbers
+from forgekit.checks import check_choice
 from forgekit.data.batch import IGNORED
 from forgekit.model.lora import adapter_names, lora_layers
 from forgekit.parallel.context.context_parallel import with_sockets
@@ -71,7 +72,7 @@ def document_log_probs(values: Tensor, labels: Tensor, doc_ids: Tensor) -> Docum
         Sums and counts of each document.
 
     Raises:
-        ValueError: If the shapes do not fit.
+        ValueError: If ``values`` has another shape.
         TypeError: If the dtype of the labels cannot hold every id of the vocabulary.
 
     Examples:
@@ -80,14 +81,9 @@ def document_log_probs(values: Tensor, labels: Tensor, doc_ids: Tensor) -> Docum
         >>> scores.sums.numpy().round(4), scores.counts.tolist()
         (array([[-1.3863, -1.3863,  0.    ]]), [[1, 1, 0]])
     """
-    if doc_ids.shape != labels.shape:
-        raise ValueError(
-            f"doc_ids has shape {tuple(doc_ids.shape)} and labels {tuple(labels.shape)}; each "
-            "position needs the number of its document: [b s]."
-        )
     labels = labels.masked_fill(doc_ids < 0, IGNORED)
     if values.ndim == labels.ndim:
-        check_shapes("log_probs", values[..., None], labels)
+        check_shapes("log_probs", values[..., None], labels)  # another shape would be broadcast
         likely = torch.where(labels != IGNORED, values, 0.0).double()
     else:
         likely = -position_losses(values, labels).view(labels.shape).double()
@@ -148,9 +144,8 @@ def dpo_loss(
             besides, or is the reference itself.
     """
     check_choice("kind", kind, get_args(PreferenceLoss))
-    check_numbers(beta=(beta, 0))
-    if not beta:
-        raise ValueError("beta is 0, so no margin counts; make it positive, such as 0.1.")
+    if not 0 < beta < math.inf:
+        raise ValueError(f"beta is {beta}; it must be positive and finite, such as 0.1.")
     forward = forward or _log_probs
 
     def log_probs(of: nn.Module) -> DocumentLogProbs:
@@ -206,8 +201,8 @@ def _log_probs(model: nn.Module, batch: TensorDictBase) -> Tensor:
 
 
 def _check_layout(model: Any) -> Layout:
-    is_standing_in = not isinstance(model, nn.Module)
-    if is_standing_in or (layout := layout_of(model)).stages is not None:
+    layout = layout_of(model) if isinstance(model, nn.Module) else None
+    if layout is None or layout.stages is not None:  # inside a pipeline something stands for it
         raise ValueError(
             "dpo_loss needs the model's answers and the reference's, and a pipeline runs a model "
             "once for each micro-batch. Use a mesh with pp=1."
@@ -254,8 +249,8 @@ def _sockets_of(model: nn.Module, reference: nn.Module | None) -> dict[str, dict
         )
     if merged := [name for name, layer in layers.items() if layer.bases]:
         raise ValueError(
-            f"the adapters of {len(merged)} layers (first: {merged[0]!r}) are merged into their "
-            "weights, so the reference is not there. Call forgekit.unmerge_lora(model) first."
+            f"the adapters of {merged[0]!r} are merged into its weights, so the reference is not "
+            "there. Call forgekit.unmerge_lora(model) first."
         )
     factors = set(adapter_names(model))
     trained = (name for name, p in model.named_parameters() if p.requires_grad)

@@ -64,10 +64,8 @@ class StepRouters:
         noted: list[dict[str, dict[str, Tensor]]] | None = None,
     ) -> None:
         self._routed = find_routed(modules)
-        self._called: list[nn.Module] = []
-        if self._routed is not None:
-            called = (self._routed, *(find_routed(stage.modules()) for stage in stages))
-            self._called = [module for module in called if module is not None]
+        copies = [find_routed(stage.modules()) for stage in stages] if self._routed else []
+        self._called = [module for module in (self._routed, *copies) if module is not None]
         self._loss_scale = loss_scale
         self._device = device
         self._noted = [] if noted is None else noted

@@ -7,6 +7,7 @@ finds a chunk's logits again, where ``linear_cross_entropy`` has its gradient re
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any, Literal, overload
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forgekit.checks import check_numbers
 from forgekit.data.batch import IGNORED
 from forgekit.model.batch_invariant import (
     linear_by_tile,
@@ -23,10 +23,11 @@ from forgekit.model.batch_invariant import (
 )
 from forgekit.steps.cross_entropy import (
     Columns,
-    all_gather,
     check_projection,
     chunk_rows,
+    combine_rows,
     find_columns,
+    measure_rows,
     take_projection,
 )
 from forgekit.tensors import wide
@@ -91,9 +92,8 @@ def linear_log_probs(
         tensor([[-1.3863,  0.0000]])
     """
     check_projection(hidden, weight, labels)
-    check_numbers(temperature=(temperature, 0))
-    if not temperature:
-        raise ValueError("temperature is 0, which has no probabilities; make it positive.")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}; it must be positive and finite.")
     hidden, weight, columns = take_projection(hidden, weight)
     if batch_invariant and columns is not None:
         refuse_batch_invariant("ranks share its vocabulary")
@@ -123,39 +123,27 @@ class _LinearLogProbs(torch.autograd.Function):
         batch_invariant: bool,
     ) -> tuple[Tensor, Tensor | None]:
         is_target = labels != IGNORED
-        # Of each row its largest logit, the sum of exponentials relative to that, the label's
-        # logit where it is one of this rank's, and the logits weighed by the exponentials.
+        # See `measure_rows`; with the entropy also the logits weighed by the exponentials.
         parts = hidden.new_empty(4 if entropy else 3, len(hidden), dtype=wide(hidden.dtype))
         sampled = hidden.new_empty(len(hidden), dtype=parts.dtype) if batch_invariant else None
         for rows in _chunks(hidden, weight):
             logits = _logits(hidden[rows], weight, temperature, by_tile=batch_invariant)
             column, is_here = find_columns(labels[rows], is_target[rows], logits.shape[1], columns)
-            parts[2, rows] = torch.where(is_here, logits.gather(1, column)[:, 0], 0.0)
             if sampled is not None:
                 sampled[rows] = log_probs_of(logits).gather(1, column)[:, 0]
-            largest = logits.amax(1)
-            # A rank may have nothing but -inf in a row: padded vocabularies are masked that way.
-            largest = torch.where(largest == -torch.inf, 0.0, largest)
-            parts[0, rows] = largest
-            if entropy:
-                exponentials = (logits - largest[:, None]).exp_()
-                logits.clamp_(min=torch.finfo(logits.dtype).min)  # 0 * -inf would be NaN
-                parts[3, rows] = (exponentials * logits).sum(1)
-            else:
-                exponentials = logits.sub_(largest[:, None]).exp_()
-            parts[1, rows] = exponentials.sum(1)
-        statistics = parts[None] if columns is None else _gather(parts, columns)  # [tp 3 n]
-        top = statistics[:, 0].amax(0)
-        scales = (statistics[:, 0] - top).exp()
-        total = (scales * statistics[:, 1]).sum(0)
-        log_total = total.log()
+            parts[:3, rows], exponentials = measure_rows(logits, column, is_here)
+            if entropy:  # a logit is the logarithm of its exponential, plus the largest of the row
+                weighed = torch.xlogy(exponentials, exponentials).sum(1)
+                largest = parts[0, rows].clamp(min=torch.finfo(parts.dtype).min)  # 0 * -inf is NaN
+                parts[3, rows] = weighed + largest * parts[1, rows]
+        top, _, sums = combine_rows(parts, columns)
+        log_total = sums[0].log()
         # `where`, not a product: masked positions may be NaN.
-        log_probs = statistics[:, 2].sum(0) - top - log_total if sampled is None else sampled
+        log_probs = sums[1] - top - log_total if sampled is None else sampled
         log_probs = torch.where(is_target, log_probs, 0.0)
         entropies = None
         if entropy:
-            mean = (scales * statistics[:, 3]).sum(0) / total
-            entropies = torch.where(is_target, top - mean + log_total, 0.0)
+            entropies = torch.where(is_target, top - sums[2] / sums[0] + log_total, 0.0)
         ctx.save_for_backward(hidden, weight, labels, top + log_total, entropies)
         ctx.temperature, ctx.columns = temperature, columns
         return log_probs, entropies
@@ -209,10 +197,3 @@ def _logits(hidden: Tensor, weight: Tensor, temperature: float, *, by_tile: bool
     product = linear_by_tile(hidden, weight) if by_tile else hidden @ weight.T
     logits = product.to(wide(hidden.dtype))
     return logits if temperature == 1 else logits.div_(temperature)
-
-
-def _gather(parts: Tensor, columns: Columns) -> Tensor:
-    """What all ranks found of their columns, in their order: all of them add up alike."""
-    statistics = parts.new_empty(columns.mesh.size() * len(parts), parts.shape[1])
-    all_gather(statistics, parts, group=columns.mesh.get_group())
-    return statistics.unflatten(0, (-1, len(parts)))

@@ -163,8 +163,7 @@ def losses_by_source(loss_fn: LossFn, sources: Sequence[str]) -> LossFn:
         of rows of this source (NaN without any), and ``source/<name>/targets``.
 
     Raises:
-        ValueError: If there is no source or one twice; when called, if the micro-batch has no
-            ``source`` or the loss no rows.
+        ValueError: If a source is there twice; when called, if the loss has no rows.
 
     Examples:
         >>> def loss_fn(model, batch):
@@ -175,13 +174,9 @@ def losses_by_source(loss_fn: LossFn, sources: Sequence[str]) -> LossFn:
         >>> loss.metrics["source/prose/loss"]
         (tensor(2., dtype=torch.float64), tensor(4., dtype=torch.float64))
     """
-    if isinstance(sources, str):
-        raise TypeError(
-            f"sources is the text {sources!r}; pass a sequence of names: order.sources."
-        )
     names = tuple(sources)
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"sources are {list(names)}; name at least one, each once: order.sources.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"sources are {list(names)}; name each once: order.sources.")
 
     def by_source(model: Any, batch: TensorDictBase) -> Loss:
         loss = loss_fn(model, batch)
@@ -198,14 +193,8 @@ def _split(loss: Loss, batch: TensorDictBase, sources: int) -> Tensor:
     """Sums and counts of each source, ``[2 sources]`` float64."""
     if loss.rows is None:
         raise ValueError(
-            "the loss has no rows, so it cannot be told apart by source. Return "
-            "Loss(sum, count, rows=(sums, counts)) with tensors [b]; forgekit.cross_entropy does "
-            "for labels [b s]."
-        )
-    if "source" not in batch:
-        raise ValueError(
-            f'the micro-batch has no "source"; it has {sorted(batch.keys())}. '  # pyright: ignore[reportArgumentType]
-            "forgekit.mixture_dataset adds it."
+            "the loss has no rows to tell sources apart; return Loss(sum, count, rows=(sums, "
+            "counts)) with tensors [b], as forgekit.cross_entropy does for labels [b s]."
         )
     rows = torch.stack([part.detach().double() for part in loss.rows])
     return rows.new_zeros(2, sources).index_add_(1, batch["source"].to(rows.device), rows)
@@ -243,19 +232,11 @@ def check_labels(labels: Tensor, vocab_size: int) -> None:
     dtype = labels.dtype
     if dtype == torch.int64:  # as nearly always
         return
-    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+    is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    limits = torch.iinfo(dtype) if is_integer else None
+    if limits is None or limits.min > IGNORED or limits.max < vocab_size - 1:
         raise TypeError(
-            f"labels hold {dtype}; they must hold signed integers. Move a batch with .to(device) "
-            "only: .to(dtype) casts ids too."
-        )
-    if not dtype.is_signed:
-        raise TypeError(
-            f"labels hold {dtype}, which has no {IGNORED}: masked positions would count as "
-            "targets. Convert before masking: labels.long()."
-        )
-    if (most := torch.iinfo(dtype).max) < vocab_size - 1:
-        raise TypeError(
-            f"labels hold {dtype}, which ends at {most}; a vocabulary of {vocab_size} has ids up "
-            f"to {vocab_size - 1}, which wrap around. Make them wider where they are made: "
-            "ids.long()."
+            f"labels hold {dtype}, in which not all of {IGNORED} and the ids up to "
+            f"{vocab_size - 1} have a value of their own: they would wrap around or be rounded. "
+            "Make them labels.long() before masking, and move a batch with .to(device) only."
         )

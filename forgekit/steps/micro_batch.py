@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -18,7 +18,6 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from forgekit.checks import nearest_multiples
 from forgekit.data.batch import shard_sequence
@@ -36,9 +35,11 @@ OUTSIDE = (
     "the output weight; and for an L2 term use the optimizer's weight decay."
 )
 FREED = (
-    "the backward pass came to a module whose parameters FSDP has freed, because it saw no tensor "
-    "in what the module returned: FSDP sees tensors, tuples, lists, dicts and dataclasses of them. "
-    "Return those from every block, not a namespace or an attribute that is read later."
+    "the backward pass came to a module whose parameters FSDP has freed. Either FSDP saw no tensor "
+    "in what the module returned: it sees tensors, tuples, lists, dicts and dataclasses of them, "
+    "not a namespace or an attribute that is read later. Or loss_fn differentiates through the "
+    "model itself, as for a gradient penalty, and FSDP frees parameters in the first backward "
+    "pass: penalise finite differences of two calls, or train on one rank in fp32."
 )
 EXPLAINED = MappingProxyType(
     {
@@ -67,12 +68,16 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
         TypeError: If it is no TensorDict with rows.
         ValueError: If the positions cannot be shared evenly.
     """
-    first = _first_tensor(batch)
+    if not isinstance(batch, TensorDictBase) or not batch.batch_size:
+        raise TypeError(
+            f"a micro-batch is a {type(batch).__name__}; a step needs TensorDicts with batch_size "
+            "[b], in a list. Use TensorDict(tensors, batch_size=[b])."
+        )
     documents = layout.documents
     given = None if documents is None else batch.get("doc_ids", None)
     if layout.positions_multiple > 1:
         _check_positions(batch, layout)
-    if first.device != device:  # whole, since slices of it would not be in pinned memory
+    if device.type != "cpu":  # whole, since slices of it would not be in pinned memory
         batch = batch.to(device, non_blocking=True)
     if layout.context > 1:
         ring_rank, ulysses_rank = divmod(layout.context_rank, layout.ulysses)
@@ -180,45 +185,6 @@ def check_output(module: nn.Module, _args: Any, output: Any) -> None:
         )
 
 
-@contextmanager
-def watching_outputs(model: nn.Module, sharded: Iterable[nn.Module]) -> Iterator[None]:
-    """Refuse outputs that FSDP does not see, and a second pass through them, inside the block.
-
-    FSDP frees gathered parameters, and reduces gradients, in the first backward pass through a
-    module. A loss function that differentiates through one by itself has its own pass in here, and
-    the one over the loss would meet parameters without values.
-
-    Args:
-        model: The model.
-        sharded: Its FSDP modules.
-    """
-    is_inside = True
-
-    def refuse(_gradient: Tensor) -> None:
-        if is_inside:
-            raise ValueError(
-                "loss_fn differentiates through the model itself (torch.autograd.grad, as for a "
-                "gradient penalty), and FSDP frees a module's parameters in its first backward "
-                "pass, so that there is no second one through the loss. Penalise finite "
-                "differences, two calls of the model, or train on one rank in fp32."
-            )
-
-    def watch(_module: nn.Module, _args: Any, output: Any) -> None:
-        for leaf in tree_leaves(output):
-            if type(leaf) is Tensor and leaf.requires_grad:
-                leaf.register_hook(refuse)
-
-    with ExitStack() as hooks:
-        for module in (model, *sharded):
-            hooks.callback(module.register_forward_hook(check_output).remove)
-        for module in sharded:
-            hooks.callback(module.register_forward_hook(watch).remove)
-        try:
-            yield
-        finally:
-            is_inside = False
-
-
 def length_of(batches: Iterable[TensorDictBase]) -> int | None:
     """Number of micro-batches; None if it is not known before the end."""
     try:
@@ -260,24 +226,12 @@ def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
         release(fsdp_modules(*layout.roots(model)))
 
 
-def _first_tensor(batch: Any) -> Tensor:
-    if isinstance(batch, TensorDictBase) and len(batch.batch_size) > 0:
-        for is_nested in (False, True):
-            for value in batch.values(is_nested, is_nested):
-                if isinstance(value, Tensor):
-                    return value
-    raise TypeError(
-        f"a micro-batch is a {type(batch).__name__} with batch_size "
-        f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts of tensors with "
-        "batch_size [b], in a list. Use TensorDict(tensors, batch_size=[b])."
-    )
-
-
 def _check_positions(batch: TensorDictBase, layout: Layout) -> None:
-    multiple = layout.positions_multiple
-    if "input_ids" not in batch.keys():  # noqa: SIM118
+    """Raise unless ranks can share the positions evenly, and the model takes as many."""
+    multiple, ids = layout.positions_multiple, batch.get("input_ids", None)
+    if ids is None:
         return
-    positions = batch["input_ids"].shape[1]
+    positions = ids.shape[1]
     if layout.longest is not None and positions > layout.longest:
         raise ValueError(
             f"input_ids has {positions} positions; max_seq_len is {layout.longest}, over all ranks "
@@ -285,14 +239,10 @@ def _check_positions(batch: TensorDictBase, layout: Layout) -> None:
             "max_seq_len."
         )
     if positions % multiple:
-        parts = {
-            "2 * ring": 2 * layout.ring if layout.ring > 1 else 1,
-            "ulysses": layout.ulysses,
-            "tp": layout.sequence,
-        }
+        parts = {"2 * ring": 2 * layout.ring if layout.ring > 1 else 1}
+        parts |= {"ulysses": layout.ulysses, "tp": layout.sequence}
         shown = " * ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
         raise ValueError(
             f"input_ids has {positions} positions, which {multiple} = {shown} must divide; "
-            f"{nearest_multiples(positions, multiple)}. Change data.seq_len or the "
-            "mesh."
+            f"{nearest_multiples(positions, multiple)}. Change data.seq_len or the mesh."
         )

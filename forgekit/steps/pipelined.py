@@ -56,46 +56,41 @@ Runs = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 def accumulate_staged(
-    routers: StepRouters,
     state: TrainState,
     batches: Iterable[TensorDictBase],
     loss_fn: LossFn,
     sums: LossSums,
+    routers: StepRouters,
     sharded: FsdpModules,
     first: FirstLook,
     *,
-    more: bool = False,
+    more: bool,
 ) -> None:
     """Leave a step's summed raw gradient in the parameters of this rank's stages.
 
     A schedule reduces each stage's gradients once, after the last micro-batch.
 
     Args:
-        routers: Notes what routers of experts count.
         state: The state, its model split into ``Stages``.
         batches: Micro-batches of one shape, the same on every rank of the pipeline; sized.
         loss_fn: ``loss_fn(model, batch) -> Loss``, which calls ``model`` once.
         sums: Gets the losses on the rank of the last stage, zeros on the others; all count rows.
+        routers: Notes what routers of experts count.
         sharded: The FSDP modules of all stages.
         first: Called with a step's first micro-batch, whole sequences, before anything is
             computed.
         more: Whether the step goes on in another call, so that nothing is reduced.
 
     Raises:
-        TypeError: If the number of micro-batches is not known, a stage returns no tensor, or
-            ``loss_fn`` no ``Loss``.
+        TypeError: If ``batches`` have no ``len``, a stage returns no tensor, or ``loss_fn`` no
+            ``Loss``.
         ValueError: If the schedule cannot run so many micro-batches, they differ in shape or from
             those of other ranks, ``loss_fn`` does not call the model, or more than the stream has
             to cross between stages.
         RuntimeError: If ``loss_fn`` calls the model twice, another rank raised, or an exception
             has broken off an earlier schedule.
     """
-    size = length_of(batches)
-    if size is None:
-        raise TypeError(
-            f"{type(batches).__name__} has no len(), and a pipeline has to know how many micro-"
-            "batches a step has. Pass list(batches), or groups of a known length: forgekit.groups."
-        )
+    size = len(batches)  # pyright: ignore[reportArgumentType]  # a schedule has to know it
     for module in sharded:
         sum_gradients(module)
     work = _Work(state, batches, size, loss_fn, first, sums, more, first_number_of(batches))

@@ -194,6 +194,14 @@ class Held:
     gradient: TensorWeakRef | None = None
     is_over: bool = False
 
+    def count_rows(self, batches: Any, rows: int) -> None:
+        """Count what a call has consumed: what its micro-batches say, or the rows of all ranks."""
+        samples = getattr(batches, "samples", None)
+        self.is_counted &= samples is None
+        self.samples += rows if samples is None else samples
+        if (whole := getattr(batches, "whole", None)) is not None:
+            self.shares += ((samples, whole),)
+
 
 def take_held(totals: Totals, state: TrainState, gradient: Tensor | None) -> Held:
     """Go on from what a call of ``accumulate`` returned, which works once.
@@ -209,10 +217,9 @@ def take_held(totals: Totals, state: TrainState, gradient: Tensor | None) -> Hel
     held = totals.held
     if held is None or held.is_over or held.step != state.step:
         raise ValueError(GONE)
+    # A gradient that was freed is None too, as no gradient is that was cleared.
     before = None if held.gradient is None else held.gradient()
-    # One that was freed is None too, as no gradient is that was cleared.
-    is_freed = held.gradient is not None and before is None
-    if is_freed or before is not gradient:
+    if before is not gradient or (held.gradient is not None and before is None):
         raise ValueError(GONE)
     held.is_over = True
     return attrs.evolve(held, is_over=False)
@@ -295,9 +302,10 @@ def find_problem(totals: Totals, state: TrainState) -> Exception | None:
         return UnreducedError(totals.unreduced)
     if totals.problem is not None:
         return ValueError(totals.problem)
-    if state.agreed is None or not state.layout.has_last:
+    agreed = state.agreed
+    if agreed is None or not state.layout.has_last:
         return None
-    names, keys = ({*every} - {"grad_sq"} for every in (state.agreed.sums, _summed_keys(totals)))
+    names, keys = ({*every} - {"grad_sq", "loss_scale"} for every in (agreed.sums, totals.flat))
     if names == keys:
         return None
     return ValueError(

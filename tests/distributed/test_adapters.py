@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from unittest import mock
 
 import adapted
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from adapted import adapted_weights, batches_of, build, head_loss, loss_fn, move
-from lab import full
+from lab import alone, full, lay_out, mean_gradients
 from ranks import run_again, run_ranks
 
 import forgekit as fk
@@ -56,11 +56,11 @@ LONG = {
 
 def find(rank, world, kind, sizes, options):
     """What one rank finds: initial values, gradients, a step, and what became of the base."""
-    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **sizes}), device="cpu")
+    optimizer = partial(fk.adamw, weight_decay=0.5)
+    state = lay_out(move(build(kind)), {"dp_shard": 1, **sizes}, optimizer, **options)
+    model, mesh = state.model, state.mesh
     drawn = fk.parallelize(build(kind, device="meta"), mesh, **options)
     found = {"start": {n: full(p) for n, p in drawn.named_parameters() if "lora_" in n}}
-    model = fk.parallelize(move(build(kind)), mesh, **options)
-    state = fk.TrainState.create(model, fk.adamw(model, weight_decay=0.5), mesh=mesh)
     base = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
     turn, ranks = fk.data_ranks(mesh)
     mine = [row[turn] for row in batches_of(ranks)]
@@ -173,14 +173,9 @@ ROUGH = {
 
 
 def find_roughly(rank, world, sizes, dtype, options):
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
-    model = fk.parallelize(move(build("dense", dtype)), mesh, **options)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    turn, ranks = fk.data_ranks(mesh)
-    mine = [row[turn] for row in batches_of(ranks)]
-    totals = fk.reduce_totals(fk.accumulate(state, mine, loss_fn), state)
-    gradients = fk.gradients(state, totals)
-    return ranks, {n: full(g) for n, g in gradients.items()}
+    state = lay_out(move(build("dense", dtype)), sizes, **options)
+    turn, ranks = fk.data_ranks(state.mesh)
+    return ranks, mean_gradients(state, [row[turn] for row in batches_of(ranks)], loss_fn)
 
 
 @pytest.mark.oracle
@@ -203,17 +198,11 @@ def rough_errors(ranks, found):
     return {name: float((a - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
 
 
-def drop(rank, world, mesh=None):
+def drop(rank, world):
     model = fk.Transformer(adapted.SPEC, seed=0).double()
-    fk.add_lora(model, targets=("*.query", "*.down"), dropout=0.4)
-    move(model)
-    if world > 1:
-        mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, tp=2), device="cpu")
-        model = fk.parallelize(model, mesh)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh, seed=7)
-    batches = [row[0] for row in batches_of(1)]
-    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
-    return {n: full(g) for n, g in fk.gradients(state, totals).items()}
+    move(fk.add_lora(model, targets=("*.query", "*.down"), dropout=0.4))
+    state = lay_out(model, {"tp": 2}) if world > 1 else alone(model)
+    return mean_gradients(state, [row[0] for row in batches_of(1)], loss_fn)
 
 
 @pytest.mark.oracle

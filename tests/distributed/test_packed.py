@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import packed
 import pytest
 import torch
 from adapted import batches_of, loss_fn, move
-from lab import full
+from lab import full, lay_out, mean_gradients
 from ranks import run_again
 
 import forgekit as fk
@@ -30,15 +30,13 @@ LONG = {
 
 
 def find(rank, world, folder, sizes, options):
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    state = lay_out(move(packed.build()), sizes, partial(fk.adamw, weight_decay=0.5), **options)
+    model, mesh = state.model, state.mesh
     drawn = fk.parallelize(packed.build(device="meta"), mesh, **options)
     found = {"drawn": whole(drawn)}
-    model = fk.parallelize(move(packed.build()), mesh, **options)
-    state = fk.TrainState.create(model, fk.adamw(model, weight_decay=0.5), mesh=mesh)
     turn, ranks = fk.data_ranks(mesh)
     mine = [row[turn] for row in batches_of(ranks)]
-    totals = fk.reduce_totals(fk.accumulate(state, mine, loss_fn), state)
-    found["gradients"] = {n: full(g) for n, g in fk.gradients(state, totals).items()}
+    found["gradients"] = mean_gradients(state, mine, loss_fn)
     fk.merge_lora(model)
     named = ((n, model.get_submodule(n.removesuffix(".weight"))) for n in packed.packed_of(model))
     found["merged"] = {name: full(layer.merged) for name, layer in named}
@@ -121,16 +119,12 @@ def test_a_packed_base_trains_as_in_one_process_in_more_layouts(case, tmp_path):
 
 
 def find_roughly(rank, world, dtype, options):
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
-    model = fk.parallelize(move(packed.build(dtype)), mesh, **options)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    turn, ranks = fk.data_ranks(mesh)
-    mine = [row[turn] for row in batches_of(ranks)]
-    totals = fk.reduce_totals(fk.accumulate(state, mine, loss_fn), state)
+    state = lay_out(move(packed.build(dtype)), {"dp_shard": world}, **options)
+    turn, ranks = fk.data_ranks(state.mesh)
+    found = mean_gradients(state, [row[turn] for row in batches_of(ranks)], loss_fn)
     expected = reference(ranks)
-    found = {n: full(g).double() for n, g in fk.gradients(state, totals).items()}
     assert found.keys() == expected.keys()
-    return max(float((found[n] - e).norm() / e.norm()) for n, e in expected.items())
+    return max(float((found[n].double() - e).norm() / e.norm()) for n, e in expected.items())
 
 
 @pytest.mark.oracle

@@ -12,6 +12,7 @@ import forgekit as fk
 from forgekit.steps import cross_entropy as cross_entropy_file
 
 ROWS, PLACES, VOCAB, DIM = 3, 5, 11, 7
+NAN, INF = float("nan"), float("inf")
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -57,8 +58,7 @@ def test_cross_entropy_equals_torch(z_loss):
     assert torch.equal(gradient[MASKED], torch.zeros_like(gradient[MASKED]))
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 15, 16, 1000])
-@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize(("z_loss", "chunk"), [(0.0, 1), (0.3, 7), (0.0, 15), (0.3, 1000)])
 def test_linear_cross_entropy_equals_torch_in_chunks_of_any_size(monkeypatch, z_loss, chunk):
     monkeypatch.setattr(cross_entropy_file, "chunk_rows", lambda weight: chunk)
     hidden, weight = draw(ROWS, PLACES, DIM), draw(VOCAB, DIM, seed=2) / 3
@@ -123,8 +123,7 @@ def test_without_targets_the_loss_and_its_gradient_are_zero(loss_of, z_loss):
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize(("value", "z_loss"), [(NAN, 0.3), (INF, 0.0), (-INF, 0.3)])
 def test_what_stands_in_masked_logits_does_not_matter(z_loss, value):
     clean = draw(ROWS, PLACES, VOCAB)
     for place in (slice(None), 0):
@@ -147,8 +146,7 @@ def test_nan_in_another_gradient_of_the_same_logits_stays():
     assert gradient.isnan().all()
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize(("value", "z_loss"), [(NAN, 0.3), (INF, 0.0)])
 def test_what_stands_in_masked_hidden_states_does_not_matter(z_loss, value):
     clean, weight = draw(ROWS, PLACES, DIM), (draw(VOCAB, DIM) / 3).requires_grad_()
     dirty = torch.where(MASKED[..., None], value, clean).requires_grad_()
@@ -161,15 +159,14 @@ def test_what_stands_in_masked_hidden_states_does_not_matter(z_loss, value):
     torch.testing.assert_close(weight_grad, wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.3])
-def test_nan_at_a_target_makes_the_loss_nan(loss_of, z_loss):
+def test_nan_at_a_target_makes_the_loss_nan(loss_of):
     """So that the step is a bad one: a gradient alone could hide it."""
     hidden, weight = draw(ROWS, PLACES, DIM), draw(VOCAB, DIM)
-    hidden[1, 1, 0] = float("nan")
-    assert loss_of(hidden, weight, LABELS, z_loss).sum.isnan()
+    hidden[1, 1, 0] = NAN
+    assert loss_of(hidden, weight, LABELS, 0.3).sum.isnan()
 
 
-@pytest.mark.parametrize("label", [VOCAB, -1, -99])
+@pytest.mark.parametrize("label", [VOCAB, -1])
 def test_a_label_outside_the_vocabulary_raises(loss_of, label):
     labels = LABELS.clone()
     labels[1, 0] = label
@@ -197,10 +194,7 @@ def test_losses_over_the_same_targets_add_up():
     ("a", "b", "fits"),
     [
         (3, 3, True),
-        (torch.tensor(3), 3, True),
         (torch.tensor(3), torch.tensor(3), True),
-        (3, 4, False),
-        (torch.tensor(3), torch.tensor(4), False),
         (3, torch.tensor(4), False),
     ],
 )
@@ -249,40 +243,25 @@ def test_with_mean_weights_micro_batch_means_by_their_targets(split):
 
 
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("weight", "labels", "message"),
     [
+        ((5, 4), (6,), r"^hidden has shape \(2, 3, 4\) and labels \(6,\); labels must have the sh"),
         (
-            lambda: fk.cross_entropy(torch.zeros(2, 3, 4), torch.zeros(2, 4).long()),
-            r"^logits has shape \(2, 3, 4\) and labels \(2, 4\); labels must have the shape of log",
+            (4, 5),
+            (2, 3),
+            r"^weight has shape \(4, 5\) and hidden \(2, 3, 4\); weight must be \[",
         ),
-        (
-            lambda: fk.linear_cross_entropy(
-                torch.zeros(2, 3, 4), torch.zeros(5, 4), torch.zeros(6).long()
-            ),
-            r"^hidden has shape \(2, 3, 4\) and labels \(6,\)",
-        ),
-        (
-            lambda: fk.linear_cross_entropy(
-                torch.zeros(2, 3, 4), torch.zeros(4, 5), torch.zeros(2, 3).long()
-            ),
-            r"^weight has shape \(4, 5\) and hidden \(2, 3, 4\); weight must be \[v d\]",
-        ),
-        (
-            lambda: fk.linear_cross_entropy(
-                torch.zeros(2, 3, 4), torch.zeros(4), torch.zeros(2, 3).long()
-            ),
-            r"^weight has shape \(4,\)",
-        ),
+        ((4,), (2, 3), r"^weight has shape \(4,\)"),
     ],
 )
-def test_shapes_that_do_not_fit_are_refused(call, message):
+def test_shapes_that_do_not_fit_are_refused(weight, labels, message):
+    labels = torch.zeros(labels, dtype=torch.long)
     with pytest.raises(ValueError, match=message):
-        call()
+        fk.linear_cross_entropy(torch.zeros(2, 3, 4), torch.zeros(weight), labels)
 
 
 def test_one_name_for_two_metrics_is_refused():
     loss = fk.Loss(torch.tensor(1.0), 3, {"a": 1.0, "b": 1.0})
-    with pytest.raises(ValueError, match=r"^both losses report \['b'\]; rename one of each\.$"):
-        loss + fk.Loss(torch.tensor(1.0), 3, {"b": 2.0})
-    with pytest.raises(ValueError, match=r"^both losses report \['b'\]; rename one of each\.$"):
-        loss.with_metrics(b=2.0, c=1.0)
+    for twice in (lambda: loss + loss.with_metrics(c=2.0), lambda: loss.with_metrics(b=2.0)):
+        with pytest.raises(ValueError, match=r"^both losses report \[.*'b'\]; rename one of each"):
+            twice()

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from covering import first_of, in_turn
-from lab import SPEC, full_tensors, relative_error
+from lab import SPEC, full_tensors, lay_out, relative_error
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -61,10 +61,8 @@ def _reference(model, batches):
 
 
 def _state(world, schedule, dtype=torch.float64, model=None, sizes=None, **options):
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes or {"pp": world}), device="cpu")
     model = fk.Transformer(SPECS[world]).to(dtype) if model is None else model
-    model = fk.parallelize(model, mesh, pipeline_schedule=schedule, **options)
-    return fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    return lay_out(model, sizes or {"pp": world}, pipeline_schedule=schedule, **options)
 
 
 def _gradients(state):
@@ -92,10 +90,9 @@ def _check_whole_backward(rank, world, schedule):
     assert _error(state, _reference(fk.Transformer(SPECS[world]), _batches(4))[0]) < 1e-10
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv", "dualpipev"])
-def test_a_backward_in_one_part_gives_the_same(schedule):
+def test_a_backward_in_one_part_gives_the_same():
     """Blocks are sharded with their stage, and resharded after forward: it needs no split."""
-    run_again(_check_whole_backward, 2, schedule)
+    run_again(_check_whole_backward, 2, "zbv")
 
 
 class _Stream:
@@ -163,7 +160,7 @@ def test_evaluation_takes_any_number_of_micro_batches_of_any_shapes(schedule, co
 def _check_refusals(rank, world):
     state = _state(world, "1f1b")
     batches = _batches(3)
-    with pytest.raises(TypeError, match=r"generator has no len\(\), and a pipeline has to know"):
+    with pytest.raises(TypeError, match=r"'generator' has no len\(\)"):
         fk.accumulate(state, (batch for batch in batches), _logits_loss)
     with pytest.raises(ValueError, match="a step got no micro-batch"):
         fk.accumulate(state, [], _logits_loss)
@@ -249,10 +246,9 @@ def _order(rank, world, schedule):
     return order
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
-def test_an_evaluation_sends_in_the_order_in_which_the_other_rank_receives(schedule):
+def test_an_evaluation_sends_in_the_order_in_which_the_other_rank_receives():
     """NCCL matches what two ranks exchange by one order for both directions; gloo does not."""
-    first, second = run_ranks(_order, 2, schedule)
+    first, second = run_ranks(_order, 2, "zbv")
     assert [{"send": "receive", "receive": "send"}[name] for name in first] == second
     assert {"send", "receive"} == set(first)
 
@@ -270,7 +266,7 @@ def _torn(rank, world):
     wrongly = {
         r"ValueError: micro-batch 2 has shape \(2, 5\) and the first one of": others,
         r"ValueError: the micro-batches have a len\(\) of 4 and ended after 3": _Short(batches[:3]),
-        r"TypeError: a micro-batch is a dict with": [*batches[:3], dict(batches[3])],
+        r"TypeError: a micro-batch is a dict;": [*batches[:3], dict(batches[3])],
     }
     for wrong_rank, (message, wrong) in itertools.product(range(world), wrongly.items()):
         mine = rank == wrong_rank
@@ -395,14 +391,12 @@ def _tripped(rank, world, schedule, where, at, wrong, steps_before):
     ("world", "schedule", "where", "at", "wrong", "steps_before"),
     [
         (2, "1f1b", "before the call", 3, 0, 1),
+        (2, "1f1b", "before the call", 1, 1, 0),  # which the ranks compare
         (2, "zbv", "after the call", 2, 0, 1),
         (2, "interleaved_zero_bubble", "in a block", 2, 1, 1),
-        (2, "gpipe", "in backward", 1, 1, 1),
         (2, "zbv", "in backward", 2, 0, 1),
-        (4, "1f1b", "in a block", 1, 0, 1),
         (4, "1f1b", "in a block", 6, 3, 0),
         (4, "1f1b", "after the call", 2, 2, 1),
-        (4, "1f1b", "in the data", 1, 2, 1),
         (4, "1f1b", "in the data", 3, 1, 0),
     ],
 )
@@ -439,17 +433,11 @@ def test_a_pipeline_that_an_interrupt_broke_off_is_refused_afterwards():
 def _check_dropout(rank, world):
     """The look at the shapes draws numbers of its own."""
     model = fk.Transformer(attrs.evolve(SPECS[world], dropout=0.3)).double()
-    state = _state(world, "1f1b", model=model)
-    found = []
+    state, found = _state(world, "1f1b", model=model), []
     for _ in range(2):
         fk.accumulate(state, _batches(2), _logits_loss)
         found.append(_gradients(state))
     assert relative_error(*found) == 0.0
-    assert float(fk.evaluate(state, _batches(2), _logits_loss)["loss"]) == pytest.approx(
-        _reference(fk.Transformer(SPECS[world]), _batches(2))[1] / 8, rel=0.5
-    )
-    stage = state.layout.stages.modules[0]
-    assert not stage.training  # followed the model into evaluation
 
 
 def test_dropout_draws_the_same_in_the_first_step_as_when_it_is_repeated():
@@ -475,10 +463,9 @@ class _Turn(nn.Module):
 
 
 class _Foreign(nn.Module):
-    def __init__(self, scale=1.0, block=_Turn):
+    def __init__(self, block=_Turn):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.scale = scale
         self.net = nn.Module()
         self.net.stem = nn.Embedding(SPEC.vocab_size, 6)
         self.net.body = nn.ModuleList(block(6) for _ in range(4))
@@ -487,7 +474,7 @@ class _Foreign(nn.Module):
             nn.init.normal_(parameter, generator=generator)
 
     def forward(self, input_ids, doc_ids=None):
-        x = self.net.stem(input_ids) * self.scale
+        x = self.net.stem(input_ids)
         for layer in self.net.body:
             x = layer(x)
         return _Answer(logits=self.top(x)[:, slice(0, None)], hidden=x)
@@ -497,14 +484,14 @@ def _foreign_loss(model, batch):
     return fk.cross_entropy(model(input_ids=batch["input_ids"]).logits, batch["labels"])
 
 
-def _check_foreign(rank, world, schedule, block, scale):
-    model = _Foreign(scale, block).double()
+def _check_foreign(rank, world, schedule, block):
+    model = _Foreign(block).double()
     batches = _batches(4)
     for batch in batches:
         loss = _foreign_loss(model, batch)
         loss.sum.backward()
     expected = {name: p.grad for name, p in model.named_parameters()}
-    state = _state(world, schedule, model=_Foreign(scale, block).double(), blocks="net.body")
+    state = _state(world, schedule, model=_Foreign(block).double(), blocks="net.body")
     fk.accumulate(state, batches, _foreign_loss)
     assert _error(state, expected) < 1e-10
 
@@ -517,7 +504,7 @@ def _square(width):
     ("schedule", "block"), in_turn(["1f1b", "interleaved_zero_bubble", "zbv"], [_Turn, _square])
 )
 def test_a_foreign_model_that_returns_views_in_a_mapping(schedule, block):
-    run_again(_check_foreign, 2, schedule, block, 1.0)
+    run_again(_check_foreign, 2, schedule, block)
 
 
 def _check_frozen(rank, world, schedule):
@@ -533,9 +520,8 @@ def _check_frozen(rank, world, schedule):
     assert relative_error(found, {n: expected[n] for n in found}) < 1e-10
 
 
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv"])
-def test_a_stage_without_trainable_parameters_passes_on(schedule):
-    run_again(_check_frozen, 2, schedule)
+def test_a_stage_without_trainable_parameters_passes_on():
+    run_again(_check_frozen, 2, "zbv")
 
 
 def _autocast_loss(model, batch):

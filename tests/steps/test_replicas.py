@@ -6,13 +6,23 @@ has processes that torchft keeps track of.
 
 from __future__ import annotations
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import attrs
 import pytest
 import torch
-from lab import SPEC, full, global_batch, logits_loss, reference_gradients, relative_error
+from lab import (
+    SPEC,
+    full,
+    full_tensors,
+    global_batch,
+    lay_out,
+    logits_loss,
+    reference_gradients,
+    relative_error,
+)
 from ranks import run_again
 
 import forgekit as fk
@@ -84,12 +94,13 @@ class Member:
         return good
 
 
-def build(layout=None, *, optimizer=fk.adamw, spec=EVEN):
-    model, mesh = fk.Transformer(spec).double(), None
+def build(layout=None, *, spec=EVEN, adapters=False):
+    model, mesh = fk.Transformer(spec), None
+    model = (fk.add_lora(model, rank=2) if adapters else model).double()
     if layout:
         mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
         model = fk.parallelize(model, mesh)
-    return fk.TrainState.create(model, optimizer(model), mesh=mesh, average=fk.EMA(0.9))
+    return fk.TrainState.create(model, fk.adamw(model), mesh=mesh, average=fk.EMA(0.9))
 
 
 def finish(state, totals, lr=0.1):
@@ -112,14 +123,10 @@ def everything(state):
     return {**named, **entries, **averages, **counters, **numbers}
 
 
-def parameters_of(state):
-    return {n: full(p).detach().clone() for n, p in state.model.named_parameters()}
-
-
-def assert_same(found, expected):
+def assert_same(found, expected, rtol=0.0, atol=0.0):
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
+        torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=name)
 
 
 def _gradients(rank, world, layout, groups, kind):
@@ -150,15 +157,18 @@ def _gradients(rank, world, layout, groups, kind):
         torch.testing.assert_close(fk.clip(totals).grad_norm, norm, rtol=1e-10, atol=0)
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}], ids=str)
-@pytest.mark.parametrize("groups", [2, 5])
-def test_gradients_of_groups_are_those_of_one_process(layout, groups):
+@pytest.mark.parametrize(
+    ("layout", "groups", "kind"),
+    [
+        ({"dp_shard": 2}, 5, "ragged"),
+        ({"dp_shard": 2}, 3, "empty_micro_batches"),
+        ({"tp": 2}, 2, "ragged"),
+        ({"pp": 2}, 2, "ragged"),
+    ],
+)
+def test_gradients_of_groups_are_those_of_one_process(layout, groups, kind):
     """Of five groups two have no row; counts of targets are ragged."""
-    run_again(_gradients, 2, layout, groups, "ragged")
-
-
-def test_a_group_without_targets_adds_nothing():
-    run_again(_gradients, 2, {"dp_shard": 2}, 3, "empty_micro_batches")
+    run_again(_gradients, 2, layout, groups, kind)
 
 
 def test_a_group_without_rows_has_a_vote(batches):
@@ -184,31 +194,36 @@ def step_of(states, batches, exchange, loss_fn=logits_loss):
     return exchange(states, totals)
 
 
-def test_dropout_does_not_depend_on_who_computes_a_micro_batch(batches):
-    spec = attrs.evolve(EVEN, dropout=0.5)
-    alone = build(spec=spec)
-    alone, _, _ = finish(alone, fk.accumulate(alone, batches, logits_loss))
-    states = [build(spec=spec) for _ in range(3)]
-    for state, totals in zip(states, step_of(states, batches, Exchange(3)), strict=True):
-        new, _, _ = finish(state, totals)
-        for name, p in new.model.named_parameters():
-            expected = dict(alone.model.named_parameters())[name]
-            torch.testing.assert_close(p, expected, rtol=1e-9, atol=1e-12, msg=name)
+def skips_a_layer(model, batch):
+    """In the longest rows alone, which are one group's."""
+    kept = model.layers
+    model.layers = kept[:1] if batch["input_ids"].shape[1] == 16 else kept
+    try:
+        return logits_loss(model, batch)
+    finally:
+        model.layers = kept
 
 
-@pytest.mark.parametrize("groups", [2, 5])
-def test_experts_are_counted_once(batches, groups):
-    """A group without rows computes a micro-batch of another; its routers must not count."""
-    spec = attrs.evolve(EVEN, moe=EXPERTS)
-    alone = build(spec=spec)
-    alone, expected, _ = finish(alone, fk.accumulate(alone, batches, logits_loss))
-    states = [build(spec=spec) for _ in range(groups)]
-    for state, totals in zip(states, step_of(states, batches, Exchange(groups)), strict=True):
+@pytest.mark.parametrize(
+    ("spec", "groups", "adapters", "loss_fn"),
+    [
+        (attrs.evolve(EVEN, dropout=0.5), 3, False, logits_loss),
+        # Of five two have no rows and compute a micro-batch of another: routers must not count it.
+        (attrs.evolve(EVEN, moe=EXPERTS), 5, False, logits_loss),
+        # What a group did not use is zero there; what no group trains has no gradient to add.
+        (EVEN, 3, True, skips_a_layer),
+    ],
+    ids=["dropout", "experts", "a skipped layer and frozen parameters"],
+)
+def test_groups_train_as_one(batches, spec, groups, adapters, loss_fn):
+    one, *states = (build(spec=spec, adapters=adapters) for _ in range(1 + groups))
+    one, expected, _ = finish(one, fk.accumulate(one, batches, loss_fn))
+    for state, totals in zip(
+        states, step_of(states, batches, Exchange(groups), loss_fn), strict=True
+    ):
         new, reduced, _ = finish(state, totals)
-        torch.testing.assert_close(reduced["experts", "counts"], expected["experts", "counts"])
-        for name, value in new.model.state_dict().items():
-            whole = alone.model.state_dict()[name]
-            torch.testing.assert_close(value, whole, rtol=1e-9, atol=1e-12, msg=name)
+        assert_same(everything(new), everything(one), 1e-9, 1e-12)
+        assert_same(dict(reduced.flat), dict(expected.flat), 1e-9, 1e-12)
 
 
 def test_what_is_not_finite_in_one_group_skips_the_step_in_all(batches):
@@ -224,38 +239,35 @@ def test_what_is_not_finite_in_one_group_skips_the_step_in_all(batches):
         new, _, correction = finish(states[index], totals)
         assert not correction.finite
         assert (new.step, new.samples, int(new.skipped)) == (2, 12, 1)
-        changed = {"step", "samples", "skipped"}
-        now = {n: v for n, v in everything(new).items() if n not in changed}
-        assert_same(now, {n: v for n, v in before[index].items() if n not in changed})
+        now, changed = everything(new), {"step", "samples", "skipped"}
+        assert_same(
+            *({n: v for n, v in x.items() if n not in changed} for x in (now, before[index]))
+        )
 
 
 def _half(rank, world, groups):
     """Steps in float16 from a scale that is too large for some of the groups, then for none."""
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
     batches = [row[rank] for row in global_batch(world)]
-    states = []
-    for _ in range(groups):
-        model = fk.parallelize(fk.Transformer(EVEN), mesh, precision="fp16")
-        states.append(fk.TrainState.create(model, fk.adamw(model), mesh=mesh, loss_scale=2.0**18))
+    states = [lay_out(fk.Transformer(EVEN), precision="fp16") for _ in range(groups)]
+    states = [attrs.evolve(state, loss_scale=torch.tensor(2.0**18)) for state in states]
     scales, finite, exchange = [], False, Exchange(groups)
     while not finite:
         parts = shares(batches, groups, 2 * world)
         totals = [fk.accumulate(s, p, logits_loss) for s, p in zip(states, parts, strict=True)]
         scales.append(states[0].loss_scale.log2().item())
-        summed = [
-            fk.reduce_totals(t, s) for t, s in zip(exchange(states, totals), states, strict=True)
-        ]
-        found = [fk.gradients(s, t) for s, t in zip(states, summed, strict=True)]
-        found = [{name: full(g) for name, g in each.items()} for each in found]
-        corrections = [fk.clip(t, 1.0) for t in summed]
+        summed = exchange(states, totals)
+        reduced = [fk.reduce_totals(t, s) for t, s in zip(summed, states, strict=True)]
+        gradients = [fk.gradients(s, t) for s, t in zip(states, reduced, strict=True)]
+        gradients = [{name: full(g) for name, g in each.items()} for each in gradients]
+        corrections = [fk.clip(t, 1.0) for t in reduced]
         finite = bool(corrections[0].finite)
-        everyone = zip(states, corrections, summed, strict=True)
-        states = [fk.update(s, c, lr=0.01, totals=t) for s, c, t in everyone]
+        every = zip(states, corrections, reduced, strict=True)
+        states = [fk.update(s, c, lr=0.01, totals=t) for s, c, t in every]
         for state in states[1:]:
             assert state.loss_scale == states[0].loss_scale
-            assert_same(parameters_of(state), parameters_of(states[0]))
+            assert_same(full_tensors(state.model), full_tensors(states[0].model))
     expected, _ = reference_gradients(fk.Transformer(EVEN), global_batch(world))
-    assert all(relative_error(each, expected) < 3e-3 for each in found)
+    assert all(relative_error(each, expected) < 3e-3 for each in gradients)
     return scales
 
 
@@ -265,20 +277,16 @@ def test_groups_in_float16_overflow_together_and_have_one_scale():
         assert 3 < len(scales) < 20
 
 
-def trained(groups, batches, steps=1):
+def trained(groups, batches):
     states = [build() for _ in range(groups)]
-    for _ in range(steps):
-        totals = step_of(states, batches, Exchange(groups))
-        states = [finish(s, t)[0] for s, t in zip(states, totals, strict=True)]
-    return states
+    totals = step_of(states, batches, Exchange(groups))
+    return [finish(s, t)[0] for s, t in zip(states, totals, strict=True)]
 
 
 def test_a_step_that_breaks_off_changes_nothing_and_comes_again_in_other_parts(batches):
     """Group 1 loses the others in the midst of a step; two groups do it again."""
-    states = trained(3, batches)
-    expected, _, _ = finish(
-        copied := trained(1, batches)[0], fk.accumulate(copied, batches, logits_loss)
-    )
+    states, one = trained(3, batches), trained(1, batches)[0]
+    one, _, _ = finish(one, fk.accumulate(one, batches, logits_loss))
     before = [everything(state) for state in states]
     exchange = Exchange(3)
     exchange.fails = {0, 1, 2}
@@ -287,9 +295,7 @@ def test_a_step_that_breaks_off_changes_nothing_and_comes_again_in_other_parts(b
         assert_same(everything(state), was)
     survivors = states[::2]
     for state, totals in zip(survivors, step_of(survivors, batches, Exchange(2)), strict=True):
-        new, _, _ = finish(state, totals)
-        for name, value in everything(new).items():
-            torch.testing.assert_close(value, everything(expected)[name], rtol=1e-9, atol=1e-12)
+        assert_same(everything(finish(state, totals)[0]), everything(one), 1e-9, 1e-12)
 
 
 def test_a_group_that_fails_alone_votes_alone(batches):
@@ -302,37 +308,41 @@ def test_a_group_that_fails_alone_votes_alone(batches):
     assert exchange.votes == [True, False]
 
 
-def test_a_newcomer_with_other_sums_is_refused_and_the_others_go_on(batches):
+def _named(model, batch):
+    return logits_loss(model, batch).with_metrics(other=(1.0, 1))
+
+
+def _other_sizes(part):
+    part.whole = (6, 2)
+
+
+OTHERS = {
+    "other sums": (
+        {"loss_fn": _named},
+        r"adds up something else than the others: .*\('metrics', 'other', 'sum'\)",
+    ),
+    "other sizes": (
+        {"part": _other_sizes},
+        r"steps of \[\(6, 2\)\] \(micro-batches, rows in each\)",
+    ),
+    "no loss": ({"totals": {"problem": "a loss of means only"}}, "a loss of means only"),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_newcomer_that_does_otherwise_is_refused_and_the_others_go_on(batches, case):
+    changes, message = OTHERS[case]
     states = [trained(1, batches)[0], build()]
     states[1] = fk.donate(states[1], step=1, samples=6)  # as one that was given the state
-
-    def named(model, batch):
-        return logits_loss(model, batch).with_metrics(other=(1.0, 1))
-
     parts = shares(batches, 2, 2)
-    totals = [
-        fk.accumulate(state, part, loss_fn)
-        for state, part, loss_fn in zip(states, parts, (logits_loss, named), strict=True)
-    ]
-    first, second = Exchange(2)(states, totals)
+    changes.get("part", lambda part: None)(parts[1])
+    first = fk.accumulate(states[0], parts[0], logits_loss)
+    second = fk.accumulate(states[1], parts[1], changes.get("loss_fn", logits_loss))
+    second = attrs.evolve(second, **changes.get("totals", {}))
+    first, second = Exchange(2)(states, [first, second])
     assert first is None
     assert isinstance(second, ValueError)
-    assert "adds up something else than the others" in str(second)
-    assert "('metrics', 'other', 'sum')" in str(second)
-
-
-@pytest.mark.parametrize("whole", [(6, 2), (3, 4)], ids=["global batch", "rows"])
-def test_a_newcomer_with_other_sizes_is_refused_and_the_others_go_on(batches, whole):
-    """Parts of steps of different sizes would leave rows out, or have them twice."""
-    states = [trained(1, batches)[0], build()]
-    states[1] = fk.donate(states[1], step=1, samples=6)
-    parts = shares(batches, 2, 2)
-    parts[1].whole = whole
-    totals = [fk.accumulate(s, p, logits_loss) for s, p in zip(states, parts, strict=True)]
-    first, second = Exchange(2)(states, totals)
-    assert first is None
-    assert isinstance(second, ValueError)
-    assert f"of steps of [{whole}] (micro-batches, rows in each)" in str(second)
+    assert re.search(message, str(second))
 
 
 def test_groups_at_other_samples_do_not_add_up(batches):
@@ -345,49 +355,46 @@ def test_groups_at_other_samples_do_not_add_up(batches):
 
 def test_names_of_sums_that_change_are_named(batches):
     """A metric that the rows of one group have and those of another have not."""
-    states = trained(2, batches)
 
     def sometimes(model, batch):
-        loss = logits_loss(model, batch)
         is_first = torch.equal(batch["input_ids"], batches[0]["input_ids"])
-        return loss.with_metrics(other=(1.0, 1)) if is_first else loss
+        return (_named if is_first else logits_loss)(model, batch)
 
-    first, second = step_of(states, batches, Exchange(2), sometimes)
+    first, second = step_of(trained(2, batches), batches, Exchange(2), sometimes)
     assert "new ['metrics.other.count', 'metrics.other.sum']" in str(first)
     assert second is None
 
 
-def test_totals_are_summed_once(batches):
-    state = build()
+def test_totals_are_summed_once_and_one_group_alone_is_a_step_as_ever(batches):
+    state, other = build(), build()
     totals = fk.accumulate(state, batches, logits_loss)
     summed = fk.sum_replicas(totals, state, fk.OneGroup())
     for again in (summed, fk.reduce_totals(totals, state)):
         with pytest.raises(ValueError, match=r"have been summed before\. sum_replicas comes once"):
             fk.sum_replicas(again, state, fk.OneGroup())
+    new, _, _ = finish(state, summed)
+    expected, _, _ = finish(other, fk.accumulate(other, batches, logits_loss))
+    assert_same(everything(new), everything(expected))
     with pytest.raises(ValueError, match="onto: the gradients that belong to these totals are"):
-        fk.accumulate(state, batches, logits_loss, onto=summed)
-    held_back = fk.accumulate(state, batches, logits_loss, more=True)
+        fk.accumulate(new, batches, logits_loss, onto=summed)
+    held_back = fk.accumulate(new, batches, logits_loss, more=True)
     with pytest.raises(ValueError, match="the last call of accumulate had more=True"):
-        fk.sum_replicas(held_back, state, fk.OneGroup())
+        fk.sum_replicas(held_back, new, fk.OneGroup())
 
 
-def added(state, *parts):
+def added(state, first, second):
     """What two calls of accumulate leave, the second going on from the first."""
-    first, second = parts
     totals = fk.accumulate(state, first, logits_loss, more=True)
     return fk.accumulate(state, second, logits_loss, onto=totals)
 
 
 def test_calls_that_go_on_from_each_other_add_up(batches):
-    alone, states = build(), [build() for _ in range(3)]
+    one, *states = (build() for _ in range(4))
     both = [shares(batches, 3, 2), shares(batches[::-1], 3, 2)]
     totals = [added(*each) for each in zip(states, *both, strict=True)]
-    expected, _, _ = finish(alone, added(alone, batches, batches[::-1]))
+    expected, _, _ = finish(one, added(one, batches, batches[::-1]))
     for state, sums in zip(states, Exchange(3)(states, totals), strict=True):
-        new, _, _ = finish(state, sums)
-        assert new.samples == 12
-        for name, value in everything(new).items():
-            torch.testing.assert_close(value, everything(expected)[name], rtol=1e-9, atol=1e-12)
+        assert_same(everything(finish(state, sums)[0]), everything(expected), 1e-9, 1e-12)
 
 
 def test_a_share_without_rows_beside_one_with_rows_is_refused(batches):
@@ -397,47 +404,3 @@ def test_a_share_without_rows_beside_one_with_rows_is_refused(batches):
     said = Exchange(2)(states, totals)
     assert "this group has rows of one share of the step and none of another" in str(said[0])
     assert said[1] is None
-
-
-def test_a_layer_that_one_group_skips_and_frozen_parameters(batches):
-    """What a group did not use is zero there; what no group trains has no gradient to add."""
-
-    def skips(model, batch):
-        is_first = torch.equal(batch["input_ids"], batches[0]["input_ids"])
-        kept = model.layers
-        model.layers = kept[:1] if is_first else kept
-        try:
-            return logits_loss(model, batch)
-        finally:
-            model.layers = kept
-
-    def made():
-        model = fk.add_lora(fk.Transformer(EVEN), rank=2).double()
-        return fk.TrainState.create(model, fk.adamw(model), average=fk.EMA(0.9))
-
-    alone, states = made(), [made() for _ in range(3)]
-    expected, _, _ = finish(alone, fk.accumulate(alone, batches, skips))
-    for state, totals in zip(states, step_of(states, batches, Exchange(3), skips), strict=True):
-        new, _, _ = finish(state, totals)
-        for name, value in everything(new).items():
-            torch.testing.assert_close(value, everything(expected)[name], rtol=1e-9, atol=1e-12)
-
-
-def test_a_loss_of_one_group_that_cannot_be_trained_on_is_trained_on_by_none(batches):
-    states = trained(2, batches)
-    totals = [
-        fk.accumulate(s, p, logits_loss) for s, p in zip(states, shares(batches, 2, 2), strict=True)
-    ]
-    totals[1] = attrs.evolve(totals[1], problem="a loss of means only")
-    first, second = Exchange(2)(states, totals)
-    assert first is None
-    assert isinstance(second, ValueError)
-    assert "a loss of means only" in str(second)
-
-
-def test_one_group_alone_is_a_step_as_ever(batches):
-    states = [build(), build()]
-    totals = [fk.accumulate(state, batches, logits_loss) for state in states]
-    totals[1] = fk.sum_replicas(totals[1], states[1], fk.OneGroup())
-    first, second = (finish(s, t)[0] for s, t in zip(states, totals, strict=True))
-    assert_same(everything(second), everything(first))

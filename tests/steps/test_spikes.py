@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from lab import alone, lay_out
 from ranks import run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -25,11 +26,9 @@ def square_loss(model, batch):
     return fk.Loss(out.square().sum(), out.numel())
 
 
-def build(mesh=None, **options):
+def build(**options):
     torch.manual_seed(0)
-    model = nn.Linear(3, 2)
-    model = model if mesh is None else fk.parallelize(model, mesh, **options)
-    return fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    return lay_out(nn.Linear(3, 2), **options) if options else alone(nn.Linear(3, 2))
 
 
 def window_of(state):
@@ -99,8 +98,7 @@ def test_a_window_may_change_between_runs():
 
 
 def _half(rank, world):
-    mesh = fk.build_mesh(device="cpu")
-    state = build(mesh, precision="fp16")
+    state = build(precision="fp16")
     step = fk.make_step(square_loss, schedule=fk.constant(1e-3), spikes=LIMIT)
     scales = []
     for scale in (1.0, 1.1, 0.9, 30.0):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from covering import first_of, some_of
 from distributed.experts import Routed
-from lab import SPEC
+from lab import SPEC, lay_out
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import Tensor
@@ -56,11 +56,9 @@ def _model(name: str, number: int) -> fk.Transformer:
 
 def _state(name: str, number: int, world: int) -> fk.TrainState:
     sizes, options = RUNS[name]
-    mesh = fk.build_mesh(fk.MeshSpec(**(sizes if world > 1 else {})), device="cpu")
     if world == 1:
-        options = {**options, "plan": None}
-    model = fk.parallelize(_model(name, number), mesh, **options)
-    return fk.TrainState.create(model, fk.adamw(model), mesh=mesh, seed=number)
+        sizes, options = {}, {**options, "plan": None}
+    return attrs.evolve(lay_out(_model(name, number), sizes, **options), seed=number)
 
 
 def _batches(step: int, rank: int) -> list[TensorDict]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from covering import covering, in_turn, some_of
+from covering import covering, first_of, in_turn
 from lab import (
     SPEC,
     Watch,
@@ -13,6 +13,7 @@ from lab import (
     full_tensors,
     global_batch,
     logits_loss,
+    mean_gradients,
     reference_gradients,
     relative_error,
 )
@@ -61,14 +62,14 @@ def test_parameters_are_bitwise_independent_of_the_loss_scale(build):
         assert torch.equal(norm, results[0][1])
 
 
-@pytest.mark.parametrize("scale", [0.0, -0.5, 0.3, float("inf")])
+@pytest.mark.parametrize("scale", [-0.5, 0.3, float("inf")])
 def test_a_loss_scale_that_rounds_is_refused(scale):
     model = fk.Transformer(SPEC)
     with pytest.raises(ValueError, match=r"loss_scale .* is not a positive power of two"):
         fk.TrainState.create(model, fk.adamw(model), loss_scale=scale)
 
 
-@pytest.mark.parametrize("rows", [[8], [4, 4], [1, 7], [7, 1], [1] * 8])
+@pytest.mark.parametrize("rows", [[8], [1, 7], [1] * 8])
 def test_gradient_does_not_depend_on_the_split(rows):
     ids = torch.randint(0, SPEC.vocab_size, (8, 11), generator=torch.Generator().manual_seed(1))
     labels = ids[:, 1:].clone()
@@ -76,9 +77,7 @@ def test_gradient_does_not_depend_on_the_split(rows):
     batch = TensorDict({"input_ids": ids[:, :-1], "labels": labels}, [8])
     expected, _ = reference_gradients(fk.Transformer(SPEC), [[batch]])
     state = build_state({}, 1, dtype=torch.float64)
-    totals = fk.accumulate(state, list(batch.split(rows)), logits_loss)
-    factor = fk.clip(fk.reduce_totals(totals, state)).factor
-    found = {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+    found = mean_gradients(state, list(batch.split(rows)), logits_loss)
     assert relative_error(found, expected) < 1e-12
 
 
@@ -161,19 +160,18 @@ def _count_collectives(rank, world, layout, sync):
     return whole.collectives, backward.collectives
 
 
-COUNTED = {
-    "fsdp-last": (2, {}, "last"),
-    "fsdp-every": (2, {}, "every"),
-    "fsdp-hsdp_last": (2, {}, "hsdp_last"),
-    "hsdp-last": (4, {"dp_replicate": 2, "dp_shard": 2}, "last"),
-    "hsdp-every": (4, {"dp_replicate": 2, "dp_shard": 2}, "every"),
-    "hsdp-hsdp_last": (4, {"dp_replicate": 2, "dp_shard": 2}, "hsdp_last"),
-}
-
-
-@pytest.mark.parametrize("case", some_of(COUNTED, "fsdp-hsdp_last", "hsdp-last", "hsdp-every"))
-def test_a_step_has_exactly_one_collective_beyond_those_of_fsdp(case):
-    world, layout, sync = COUNTED[case]
+@pytest.mark.parametrize(
+    ("world", "layout", "sync"),
+    first_of(
+        [(2, {}, "every")],
+        [
+            (2, {}, "every"),
+            (2, {}, "hsdp_last"),
+            *((4, {"dp_replicate": 2, "dp_shard": 2}, s) for s in ("last", "every", "hsdp_last")),
+        ],
+    ),
+)
+def test_a_step_has_exactly_one_collective_beyond_those_of_fsdp(world, layout, sync):
     for whole, fsdp in run_again(_count_collectives, world, layout, sync):
         assert any("reduce_scatter" in name for name in fsdp)
         assert whole == [*fsdp, "allreduce_"]
@@ -244,52 +242,35 @@ def test_a_bad_step_changes_nothing_on_any_rank(world, build, what):
         assert result == (True, True, [(1.0, 1), (1.0, 2)], 4, 0, True, targets)
 
 
-@pytest.mark.parametrize("max_norm", [float("inf"), 0.05])
-def test_the_fused_path_equals_multiply_then_step(max_norm):
+def test_the_fused_path_equals_multiply_then_step():
     results = []
     for fused in (True, False):
         model = fk.Transformer(SPEC)
         optimizer = torch.optim.AdamW(model.parameters(), fused=fused, foreach=False)
         state = fk.TrainState.create(model, optimizer)
-        step = fk.make_step(logits_loss, schedule=CONSTANT, max_norm=max_norm)
+        step = fk.make_step(logits_loss, schedule=CONSTANT, max_norm=0.05)
         for seed in range(4):
             state, _ = step(state, _batches(seed=seed))
         results.append(full_tensors(state.model))
     assert relative_error(*results) < 1e-5
 
 
-def test_counts_are_exact_above_two_to_the_24():
-    """float32 would round 2**24 + 1 to 2**24."""
-
-    def loss_fn(model, batch):
-        return fk.Loss(logits_loss(model, batch).sum, torch.tensor(2**23))
-
-    def odd(model, batch):
-        return fk.Loss(logits_loss(model, batch).sum, torch.tensor(2**23 + 1))
-
-    state = build_state({}, 1)
-    losses = iter([loss_fn, odd])
-    totals = fk.accumulate(state, _batches()[:2], lambda m, b: next(losses)(m, b))
-    assert totals["targets"].item() == 2**24 + 1
-    correction = fk.clip(fk.reduce_totals(totals, state))
-    state = fk.update(state, correction, lr=0.0, totals=totals)
-    assert state.targets.item() == 2**24 + 1
-
-
-def test_counts_of_different_kinds_add_up_exactly():
+def test_counts_of_different_kinds_add_up_exactly_above_two_to_the_24():
     """Stacked together they would all be float32, and the first one 2**24."""
-    counts = [torch.tensor(2**24 + 1), torch.tensor(1.5), 2]
+    counts = [torch.tensor(2**24 + 1), torch.tensor(1.5), 2.5]
     values = iter(counts)
 
     def loss_fn(model, batch):
         return fk.Loss(logits_loss(model, batch).sum, next(values), {"half": 0.5})
 
-    batches = (_batches() * len(counts))[: len(counts)]
-    totals = fk.accumulate(build_state({}, 1), batches, loss_fn)
-    assert totals["targets"].item() == 2**24 + 1 + 1.5 + 2
+    state = build_state({}, 1)
+    totals = fk.reduce_totals(fk.accumulate(state, _batches(), loss_fn), state)
+    assert totals["targets"].item() == 2**24 + 5
     half = [totals["metrics", "half", kind] for kind in ("sum", "count")]
     assert [total.item() for total in half] == [0.5 * len(counts), len(counts)]
     assert {total.dtype for total in half} == {torch.float64}
+    state = fk.update(state, fk.clip(totals), lr=0.0, totals=totals)
+    assert state.targets.item() == 2**24 + 5
 
 
 def test_no_hook_stays_on_the_model():
@@ -328,11 +309,7 @@ def _raise_then_retry(rank, world, layout, sync):
         step(state, _batches(world, rank))
     assert all(p.grad is None for p in state.model.parameters())
     assert state.step == 0
-    totals = fk.reduce_totals(
-        fk.accumulate(state, _batches(world, rank), logits_loss, sync=sync), state
-    )
-    factor = fk.clip(totals).factor
-    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+    return mean_gradients(state, _batches(world, rank), logits_loss, sync=sync)
 
 
 @pytest.mark.parametrize(
@@ -402,13 +379,7 @@ def _metric_named_loss(model, batch):
 
 BAD = [
     ([], lambda m, b: None, ValueError, "a step got no micro-batch"),
-    (["x"], lambda m, b: None, TypeError, "a micro-batch is a str with batch_size"),
-    (
-        [{"x": 1}],
-        lambda m, b: None,
-        TypeError,
-        r"TensorDicts of tensors with batch_size \[b\]",
-    ),
+    ([{"x": 1}], lambda m, b: None, TypeError, r"a micro-batch is a dict; .* batch_size \[b\]"),
     ([_some_batch()], lambda m, b: m(b["x"]).sum(), TypeError, "loss_fn returned a Tensor"),
     ([_some_batch()], lambda m, b: fk.Loss(b["x"].sum(), 1), ValueError, "does not depend on any"),
     ([_some_batch()], _metric_named_loss, ValueError, r"reports \['loss'\], names that every"),
@@ -423,7 +394,7 @@ def test_bad_input_to_a_step(batches, loss_fn, error, message):
     assert state.step == 0
 
 
-@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("max_norm", [0.0, float("nan")])
 def test_a_max_norm_that_is_not_positive_is_refused(max_norm):
     with pytest.raises(ValueError, match=r"max_norm is .*; it must be positive"):
         fk.clip(fk.Totals.of(targets=1, grad_sq=1.0, loss_scale=1.0), max_norm=max_norm)

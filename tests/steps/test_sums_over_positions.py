@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from functools import partial
 
 import attrs
@@ -11,7 +10,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import first_of, in_turn
-from lab import SPEC, full_tensors, head_loss, logits_loss, relative_error
+from lab import (
+    SPEC,
+    alone,
+    full_tensors,
+    head_loss,
+    is_kept,
+    lay_out,
+    logits_loss,
+    mean_gradients,
+    relative_error,
+)
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 
@@ -30,17 +39,12 @@ def _batch(seed=0):
     labels[0, :11] = -100
     rewards = torch.randn(ROWS, generator=generator, dtype=torch.float64)
     items = {"input_ids": ids[:, :-1], "labels": labels, "rewards": rewards - rewards.mean()}
-    items["source"] = torch.tensor([0, 1, 1, 0])
     return TensorDict(items, [ROWS])
 
 
 def _log_p(logits, labels):
     chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return torch.where(labels != -100, chosen, 0.0)
-
-
-def _z_loss(model, batch):
-    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"], z_loss=0.3)
 
 
 def _policy(model, batch):
@@ -63,8 +67,6 @@ def _two_calls(model, batch):
 ADDED = {
     "cross-entropy": logits_loss,
     "head": head_loss,
-    "z-loss": _z_loss,
-    "by source": fk.losses_by_source(logits_loss, ("code", "prose")),
     "policy": _policy,
     "without labels": _without_labels,
     "two calls": _two_calls,
@@ -72,14 +74,10 @@ ADDED = {
 
 
 def _preference(model, batch):
+    """With a count that is a sum over positions."""
     sums = _log_p(model(batch["input_ids"]), batch["labels"]).sum(1)
-    return fk.Loss(-F.logsigmoid(0.3 * (sums[::2] - sums[1::2])).sum(), ROWS // 2)
-
-
-def _preference_by_targets(model, batch):
-    """With a count that is one."""
-    loss = _preference(model, batch)
-    return fk.Loss(loss.sum, (batch["labels"] != -100).sum())
+    terms = F.logsigmoid(0.3 * (sums[::2] - sums[1::2]))
+    return fk.Loss(-terms.sum(), (batch["labels"] != -100).sum())
 
 
 def _row_means(model, batch):
@@ -88,49 +86,27 @@ def _row_means(model, batch):
     return fk.Loss(-means.sum(), ROWS)
 
 
-def _mean(model, batch):
-    loss = logits_loss(model, batch)
-    return fk.Loss(loss.sum / loss.count.clamp(min=1), 1)
-
-
 def _count_of_rows(model, batch):
     return fk.Loss(logits_loss(model, batch).sum, len(batch))
 
 
-def _shifted_here(model, batch):
-    logits, ids = model(batch["input_ids"]), batch["input_ids"]
-    return fk.cross_entropy(logits[:, :-1], ids[:, 1:])
-
-
 NOT_ADDED = {
     "preference": (_preference, "its sums are .* for whole sequences and"),
-    "preference by targets": (_preference_by_targets, "its sums are .* for whole sequences and"),
     "row means": (_row_means, "its sums are .* for whole sequences and"),
-    "mean of a micro-batch": (_mean, "its sums are .* for whole sequences and"),
-    "rows as count": (
-        _count_of_rows,
-        r"its counts are 4 for whole sequences and 4 \+ 4 f",
-    ),
-    "labels shifted here": (_shifted_here, "its sums are .* for whole sequences and"),
+    "rows as count": (_count_of_rows, r"its counts are 4 for whole sequences and 4 \+ 4 f"),
 }
 
 
 def _state(sizes, dtype=torch.float64, **options):
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
-    model = fk.parallelize(fk.Transformer(SPEC).to(dtype), mesh, **options)
-    return fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    return lay_out(fk.Transformer(SPEC).to(dtype), sizes, **options)
 
 
 def _gradients(state, loss_fn, micros=1):
-    batches = [_batch(seed) for seed in range(micros)]
-    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
-    factor = fk.clip(totals).factor
-    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+    return mean_gradients(state, [_batch(seed) for seed in range(micros)], loss_fn)
 
 
 def _expected(loss_fn, micros=1):
-    model = fk.Transformer(SPEC).double()
-    return _gradients(fk.TrainState.create(model, fk.adamw(model)), loss_fn, micros)
+    return _gradients(alone(fk.Transformer(SPEC).double()), loss_fn, micros)
 
 
 def _added(rank, world, name, sizes, micros, options):
@@ -160,15 +136,19 @@ def test_a_sum_over_positions_is_exact_beside(second, name):
 
 def _refused(rank, world, name, sizes, options):
     dtype = torch.float64 if "precision" not in options else torch.float32
-    state = _state(sizes, dtype, **options)
+    state, batches = _state(sizes, dtype, **options), [_batch(seed) for seed in range(2)]
     loss_fn, message = NOT_ADDED[name]
     step = fk.make_step(loss_fn, schedule=fk.constant(0.1))
     before = full_tensors(state.model)
-    with pytest.raises(ValueError, match=f"loss_fn is no sum over positions: {message}") as caught:
-        step(state, [_batch(seed) for seed in range(2)])
-    after = full_tensors(state.model)
-    assert "needs cp at 1" in str(caught.value)
-    return all(torch.equal(before[n], after[n]) for n in before) and state.model.training
+    match = f"loss_fn is no sum over positions: {message}.* needs cp at 1"
+    for run in (partial(step, state), partial(fk.evaluate, state, loss_fn=loss_fn)):
+        with pytest.raises(ValueError, match=match):
+            run(batches=batches)
+    assert is_kept(state.model, before)
+    assert state.model.training
+    fk.evaluate(state, batches, loss_fn, audit=False)
+    step = fk.make_step(loss_fn, schedule=fk.constant(0.1), audit=False)
+    return float(step(state, batches)[1]["skipped"])
 
 
 @pytest.mark.parametrize(
@@ -176,45 +156,21 @@ def _refused(rank, world, name, sizes, options):
     in_turn(list(NOT_ADDED), [{}, {"context_parallel": "ulysses", "precision": "bf16"}]),
 )
 def test_a_loss_that_is_no_sum_over_positions_is_refused(name, options):
-    assert run_ranks(_refused, 2, name, {"cp": 2}, options) == [True, True]
+    assert run_ranks(_refused, 2, name, {"cp": 2}, options) == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["preference by targets", "rows as count"])
-def test_stages_refuse_it_together(name):
-    assert run_ranks(_refused, 4, name, {"cp": 2, "pp": 2}, {}) == [True] * 4
+def test_stages_refuse_it_together():
+    assert run_ranks(_refused, 4, "rows as count", {"cp": 2, "pp": 2}, {}) == [0.0] * 4
 
 
-def _evaluated(rank, world, name, sizes):
-    """Refused losses leave the model in training mode; an exact one is that of one process."""
-    state, batches = _state(sizes), [_batch(seed) for seed in range(2)]
-    if name in ADDED:
-        found = fk.evaluate(state, batches, ADDED[name])
-        return float(found["loss"]), float(found["targets"])
-    loss_fn, message = NOT_ADDED[name]
-    with pytest.raises(ValueError, match=f"loss_fn is no sum over positions: {message}"):
-        fk.evaluate(state, batches, loss_fn)
-    found = fk.evaluate(state, batches, loss_fn, audit=False)
-    assert state.model.training
-    return float(found["targets"]) > 0
+def _evaluated(rank, world):
+    return float(fk.evaluate(_state({"cp": 2}), [_batch(0), _batch(1)], _policy)["loss"])
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    in_turn(list(NOT_ADDED), [{"cp": 2}] * 5 + [{"cp": 2, "pp": 2}]),
-)
-def test_an_evaluation_refuses_a_loss_that_is_no_sum_over_positions(name, sizes):
-    world = math.prod(sizes.values())
-    assert run_ranks(_evaluated, world, name, sizes) == [True] * world
-
-
-@pytest.mark.parametrize("name", ["policy", "head"])
-def test_an_evaluation_of_a_sum_over_positions_is_exact(name):
-    model = fk.Transformer(SPEC).double()
-    state = fk.TrainState.create(model, fk.adamw(model))
-    whole = fk.evaluate(state, [_batch(seed) for seed in range(2)], ADDED[name])
-    for loss, targets in run_again(_evaluated, 2, name, {"cp": 2}):
-        assert loss == pytest.approx(float(whole["loss"]), rel=1e-10)
-        assert targets == float(whole["targets"])
+def test_an_evaluation_of_a_sum_over_positions_is_exact():
+    state = alone(fk.Transformer(SPEC).double())
+    whole = float(fk.evaluate(state, [_batch(0), _batch(1)], _policy)["loss"])
+    assert run_again(_evaluated, 2) == [pytest.approx(whole, rel=1e-10)] * 2
 
 
 def _teacher_loss(teacher, model, batch):
@@ -276,13 +232,3 @@ def test_a_mean_of_each_slice_enters_by_its_targets():
         total += float(loss.sum + 20.0 * part["logits"].square().mean().sqrt() * loss.count)
     expected = total / int((batch["labels"] != -100).sum())
     assert run_again(_loss_with_mean, 2) == [pytest.approx(expected, rel=1e-10)] * 2
-
-
-def _left_out(rank, world):
-    state = _state({"cp": 2})
-    step = fk.make_step(_row_means, schedule=fk.constant(0.1), audit=False)
-    return float(step(state, [_batch()])[1]["skipped"])
-
-
-def test_the_proof_of_sums_can_be_left_out():
-    assert run_again(_left_out, 2) == [0.0, 0.0]

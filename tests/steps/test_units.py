@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 from covering import some_of
-from lab import SPEC, build_state, full, global_batch, logits_loss, reference_gradients
+from lab import SPEC, build_state, full, global_batch, lay_out, logits_loss, reference_gradients
 from ranks import run_again
 
 import forgekit as fk
@@ -40,9 +40,7 @@ def _even(batch):
 
 
 def _measure(rank, world, layout):
-    mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
-    model = fk.parallelize(fk.Transformer(EVEN).double(), mesh)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    state = lay_out(fk.Transformer(EVEN).double(), layout)
     data_world = fk.data_ranks(state.mesh)[1]
     batches = _batches(state.mesh, data_world)
     for _ in range(2):  # the second step knows the names from the first
@@ -78,30 +76,14 @@ def test_gradients_and_norms_are_those_of_one_process(name):
         assert float(groups["*"]) == pytest.approx(total, rel=1e-9)
 
 
-def _one_process():
-    state = build_state({}, 1)
-    return state, fk.accumulate(state, [row[0] for row in global_batch(1)], logits_loss)
-
-
-def test_a_pattern_that_matches_nothing_is_named():
-    state, totals = _one_process()
-    totals = fk.reduce_totals(totals, state)
-    with pytest.raises(ValueError, match=r"\['layer.0'\] match no parameter.*'layers.0.\*'"):
-        fk.grad_norms(state, totals, patterns=["*", "layer.0"])
-
-
-def test_frozen_parameters_have_no_gradient_and_a_norm_of_zero():
-    state = build_state({}, 1)
+def test_of_frozen_parameters_and_without_targets_norms_are_zero_and_a_pattern_matches():
+    state, batch = build_state({}, 1), global_batch(1)[0][0]
     state.model.embedding.weight.requires_grad_(False)
-    batches = [row[0] for row in global_batch(1)]
-    totals = fk.reduce_totals(fk.accumulate(state, batches, logits_loss), state)
+    totals = fk.reduce_totals(fk.accumulate(state, [batch], logits_loss), state)
     assert "embedding.weight" not in fk.gradients(state, totals)
     assert float(fk.grad_norms(state, totals)["embedding.weight"]) == 0.0
-
-
-def test_without_targets_gradients_and_norms_are_zero():
-    state = build_state({}, 1)
-    (batch,) = (row[0] for row in global_batch(1)[:1])
+    with pytest.raises(ValueError, match=r"\['layer.0'\] match no parameter.*'layers.0.\*'"):
+        fk.grad_norms(state, totals, patterns=["*", "layer.0"])
     batch["labels"].fill_(-100)
     totals = fk.reduce_totals(fk.accumulate(state, [batch], logits_loss), state)
     assert all(float(norm) == 0.0 for norm in fk.grad_norms(state, totals).values())

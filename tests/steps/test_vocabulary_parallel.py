@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-import re
 
 import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from lab import SPEC, global_batch
+from lab import SPEC, Watch, global_batch, lay_out
 from ranks import run_again
 from steps.projections import DIM, HIDDEN, LABELS, MASKED, VOCAB, WEIGHT, draw
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
 from forgekit.steps import cross_entropy as cross_entropy_file
@@ -87,7 +85,7 @@ def _uneven(rank, world):
     with pytest.raises(ValueError, match=r"^weight has a vocabulary of 13, which 2 ranks share; "):
         fk.linear_cross_entropy(HIDDEN, weight, LABELS)
     other = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
-    with pytest.raises(ValueError, match=r"'dp_shard'; a loss takes shards over 'tp' alone"):
+    with pytest.raises(ValueError, match=r"logits is a DTensor over .*, not 'tp' alone"):
         fk.cross_entropy(spread(LOGITS, other, Shard(-1)), LABELS)
     for label in (VOCAB, -1, -99):  # on all ranks, or those without an error would wait
         labels = LABELS.clone()
@@ -115,15 +113,13 @@ def _linear(rank, world, hidden, weight, labels, z_loss, chunk):
     return [loss.sum.detach(), 8 * hidden.grad.full_tensor(), 8 * weight.grad.full_tensor()]
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 15, 1000])
-@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize(("z_loss", "chunk"), [(0.0, 1), (0.3, 4), (0.3, 1000)])
 def test_linear_cross_entropy_equals_torch_in_chunks_of_any_size(z_loss, chunk):
-    for world in (2, 4):
-        everyone = run_again(_linear, world, HIDDEN, WEIGHT, LABELS, z_loss, chunk)
-        assert_alike(everyone, expected_by_linear(LABELS, z_loss))
+    everyone = run_again(_linear, 4 if chunk == 4 else 2, HIDDEN, WEIGHT, LABELS, z_loss, chunk)
+    assert_alike(everyone, expected_by_linear(LABELS, z_loss))
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_what_stands_at_masked_positions_does_not_matter(value):
     dirty = torch.where(MASKED[..., None], value, HIDDEN)
     everyone = run_again(_linear, 2, dirty, WEIGHT, LABELS, 0.3, 4)
@@ -152,39 +148,20 @@ def test_a_rank_whose_columns_are_all_minus_infinity():
 # Communication and memory
 
 
-class Seen(TorchDispatchMode):
-    """Collectives by name, and the elements of the largest tensor that is computed."""
-
-    def __init__(self):
-        super().__init__()
-        self.collectives: list[str] = []
-        self.largest = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.name()
-        if re.match(r"c10d::|_c10d_functional::(?!wait|wrap)", name):
-            self.collectives.append(name.split("::")[1].strip("_").split(".")[0])
-        for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
-                self.largest = max(self.largest, tensor.numel())
-        return out
-
-
 def _seen(rank, world, rows, vocab, chunk):
     mesh = mesh_of(world)
     hidden = spread(torch.ones(rows, 1), mesh, Replicate())
     weight = spread(torch.ones(vocab, 1), mesh, Shard(0))
-    with pytest.MonkeyPatch.context() as patch, Seen() as linear:
+    with pytest.MonkeyPatch.context() as patch, Watch() as linear:
         patch.setattr(cross_entropy_file, "chunk_rows", lambda weight: chunk)
         loss = fk.linear_cross_entropy(hidden, weight, torch.arange(rows) % vocab, 0.1)
         loss.sum.backward()
-    return linear.collectives, linear.largest
+    return linear.count("gather"), linear.largest
 
 
 def test_one_collective_for_each_chunk_and_never_all_logits():
     for collectives, largest in run_again(_seen, 2, 40, 200, 10):
-        assert len(collectives) == 4, collectives
+        assert collectives == 4
         assert largest == 10 * 200 / 2
 
 
@@ -197,22 +174,12 @@ def _early(model, batch):
     return fk.linear_cross_entropy(hidden, weight, batch["labels"])
 
 
-SHARDED = {
-    "fsdp2": ({"dp_shard": 2}, "'dp_shard'"),
-    "hsdp": ({"dp_replicate": 2, "dp_shard": 1}, "'dp_replicate', 'dp_shard'"),
-    "cp2": ({"cp": 2}, "'dp_shard_cp'"),
-    "tp2": ({"tp": 2}, "'dp_shard', 'tp'"),
-}
-
-
 def _read_early(rank, world):
-    for sizes, names in SHARDED.values():
-        mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
-        model = fk.parallelize(fk.Transformer(attrs.evolve(SPEC, vocab_size=38)), mesh)
-        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    for sizes, names in (({"dp_shard": 2}, "'dp_shard',"), ({"tp": 2}, "'dp_shard', 'tp'")):
+        state = lay_out(fk.Transformer(attrs.evolve(SPEC, vocab_size=38)), sizes)
         message = (
-            rf"^weight is a DTensor over the mesh dimensions {names}; a loss takes shards over 'tp'"
-            r" alone\. .* read it inside forward, model\(ids, head=partial\(forgekit\.linear_cross"
+            rf"^weight is a DTensor over the mesh dimensions \({names}\), not 'tp' alone, .* read "
+            r"it inside forward, model\(ids, head=partial\(forgekit\.linear_cross_entropy"
         )
         with pytest.raises(ValueError, match=message):
             fk.accumulate(state, [row[1] for row in global_batch(2)][1:2], _early)

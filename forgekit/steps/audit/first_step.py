@@ -18,13 +18,13 @@ from tensordict import TensorDictBase
 
 from forgekit.mesh import data_ranks
 from forgekit.parallel.agreement import exchange
-from forgekit.parallel.fsdp import FsdpModules, watching_shards
+from forgekit.parallel.fsdp import FsdpModules, gather_skipped, watching_shards
 from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
 from forgekit.steps.audit.agreement import digest_rows
 from forgekit.steps.audit.plan import check_plan
 from forgekit.steps.audit.positions import check_positions
-from forgekit.steps.micro_batch import LossFn
+from forgekit.steps.micro_batch import LossFn, check_output
 
 END = "the end of loss_fn"
 
@@ -45,6 +45,40 @@ class Audit:
     digest: str = ""
     read: set[str] = attrs.field(factory=set)
 
+    @contextmanager
+    def looking_at(self, batch: TensorDictBase) -> Iterator[None]:
+        """Look at a first micro-batch, whole sequences, and at its forward pass inside.
+
+        FSDP pairs the collectives of ranks by their order and by nothing else. Where one rank skips
+        a block that another runs, shards of two blocks meet, or ranks wait for each other. So each
+        module is compared before FSDP gathers it: a small collective of objects, which pairs with
+        that of another rank whatever that one runs.
+
+        Raises:
+            TypeError: If the model or a module that FSDP wraps returns a TensorDict.
+            ValueError: On every rank, if they run different modules, or see ``look``.
+        """
+        self.look(batch)
+        model, gathered = self._state.model, set(self._sharded)
+        # Compiled code runs in place of hooks.
+        is_compiled = any(m._compiled_call_impl is not None for m in model.modules())
+        compares = self._is_due and not is_compiled
+        with ExitStack() as hooks:
+            for module in (model, *gathered):
+                hooks.enter_context(module.register_forward_hook(check_output))
+            if compares:
+                here = {name: m for name, m in model.named_modules() if m in gathered}
+                # Ranks without experts have no module to gather there.
+                for name in set(here).intersection(*exchange(list(here))):
+                    compare = partial(_compare, name or type(model).__name__)
+                    # In front of FSDP's own hook.
+                    hook = here[name].register_forward_pre_hook(compare, prepend=True)
+                    hooks.enter_context(hook)
+            yield
+        if compares:
+            _compare(END)
+        gather_skipped(self._sharded)
+
     def look(self, batch: TensorDictBase) -> None:
         """Take the first micro-batch, whole sequences, before the model does.
 
@@ -59,39 +93,10 @@ class Audit:
         if self._state.layout.tensor > 1:
             check_plan(self._state, batch, self._loss_fn)
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Compare over the ranks which modules run in the first micro-batch.
-
-        FSDP pairs the collectives of ranks by their order and by nothing else. Where one rank skips
-        a block that another runs, shards of two blocks meet, or ranks wait for each other. So each
-        module is compared before FSDP gathers it: a small collective of objects, which pairs with
-        that of another rank whatever that one runs.
-
-        Raises:
-            ValueError: On every rank, with what the ranks are about to run, if they differ.
-        """
-        model, gathered = self._state.model, set(self._sharded)
-        # Compiled code runs in place of hooks.
-        if not self._is_due or any(m._compiled_call_impl is not None for m in model.modules()):
-            yield
-            return
-        here = {name: module for name, module in model.named_modules() if module in gathered}
-        # Ranks without experts have no module to gather there.
-        everywhere = set(here).intersection(*exchange(list(here)))
-        with ExitStack() as hooks:
-            for name in everywhere:
-                compare = partial(_compare, name or type(model).__name__)
-                # In front of FSDP's own hook.
-                hook = here[name].register_forward_pre_hook(compare, prepend=True)
-                hooks.callback(hook.remove)
-            yield
-        _compare(END)
-
 
 @contextmanager
 def auditing(
-    state: TrainState, loss_fn: LossFn, sharded: FsdpModules, *, is_due: bool, goes_on: bool
+    state: TrainState, loss_fn: LossFn, sharded: FsdpModules, *, audit: bool, is_begun: bool
 ) -> Iterator[Audit]:
     """Prove within the block what a run's first step has to.
 
@@ -99,13 +104,17 @@ def auditing(
         state: The state; nothing in it changes.
         loss_fn: ``loss_fn(model, batch) -> Loss``.
         sharded: The model's FSDP modules.
-        is_due: Whether it is a first step whose audit is not switched off.
-        goes_on: Whether an earlier call of the step has looked at its first micro-batch.
+        audit: Whether to; the switch of ``accumulate``.
+        is_begun: Whether an earlier call of the step has looked at its first micro-batch.
     """
-    audit = Audit(state, loss_fn, sharded, is_due and not goes_on and world_of(state.mesh) > 1)
-    rows_differ = data_ranks(state.mesh)[1] * state.layout.context > 1
-    with watching_shards(state.model, sharded, is_due=is_due and rows_differ) as audit.read:
-        yield audit
+    # `agreed` comes with the first step's collective: nothing has been updated before.
+    is_first = audit and state.agreed is None and world_of(state.mesh) > 1
+    proofs = Audit(state, loss_fn, sharded, is_first and not is_begun)
+    if is_first and data_ranks(state.mesh)[1] * state.layout.context > 1:  # whose rows differ
+        with watching_shards(state.model, sharded) as proofs.read:
+            yield proofs
+    else:
+        yield proofs
 
 
 def _compare(name: str, *_: Any) -> None:

@@ -10,6 +10,7 @@ without gradients: in slices, and whole on every rank with the attention of one 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -25,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from forgekit.model.routing import Router
-from forgekit.parallel.agreement import exchange
+from forgekit.parallel.agreement import exchange, raise_together
 from forgekit.parallel.context.context_parallel import locate_slice, with_sockets
 from forgekit.parallel.layout import world_of
 from forgekit.state import Layout, TrainState, layout_of
@@ -44,23 +45,20 @@ LONGEST = 4096
 
 OUTPUT = "the model returns"
 
+REMEDY = (
+    "Ranks that share a sequence (cp {}) hold slices of it: take positions from the batch "
+    "(position_ids) or a socket, self.locate(s, device), let them meet in self.attend(q, k, v, "
+    "doc_ids=...) alone, and add losses and counts up over positions; a loss of whole rows (a "
+    "preference, a mean over each row) needs cp at 1. If the loss draws random numbers, or adds "
+    "rows up over the ranks itself, pass audit=False."
+)
+
 
 class _Pass(NamedTuple):
     """What attention was given and the model returned, and the loss where this rank has it."""
 
     seen: list[tuple[str, Tensor]]
     losses: list[Loss]
-
-
-class _Report(NamedTuple):
-    """What a rank has seen. Ranks of one ``group`` hold slices of the same sequences."""
-
-    group: tuple[int, ...]
-    attends: bool
-    differing: str | None
-    close: float
-    slices: tuple[float, float] | None
-    whole: tuple[float, float] | None
 
 
 @torch.no_grad()
@@ -85,17 +83,15 @@ def check_positions(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -
     given = _run(state, layout, short, loss_fn)
     with _as_one_device(state.model, layout):
         expected = _run(state, one, short, loss_fn)
-    report = _report(state, given, expected)
-    reports = exchange(report, world_of(state.mesh))
-    if problem := _find(reports, type(state.model).__name__):
-        raise ValueError(
-            f"{problem}. Ranks that share a sequence (cp {layout.context}) hold slices of it: take "
-            "positions from the batch (position_ids) or a socket, self.locate(s, device), let them "
-            "meet in self.attend(q, k, v, doc_ids=...) alone, and add losses and counts up over "
-            "positions; a loss of whole rows (a preference, a mean over each row) needs cp at 1. "
-            "If the loss draws random numbers, or adds rows up over the ranks itself, pass "
-            "audit=False."
-        )
+    attends = exchange(any(name != OUTPUT for name, _ in given.seen), world_of(mesh))
+    problem = _differing(layout, given, expected)
+    if not any(attends):
+        problem = f"no module of {type(state.model).__name__} called its attend socket"
+    remedy = REMEDY.format(layout.context)
+    raise_together(problem and f"{problem}. {remedy}")
+    # All ranks that share sequences have their losses, or none of them has.
+    problem = _apart(given, expected, mesh["cp"].get_group()) if layout.has_last else None
+    raise_together(problem and f"{problem}. {remedy}")
 
 
 def first_rows(
@@ -157,51 +153,40 @@ def _run(state: TrainState, layout: Layout, batch: TensorDictBase, loss_fn: Loss
     return run
 
 
-def _report(state: TrainState, given: _Pass, expected: _Pass) -> _Report:
-    layout = state.layout
+def _differing(layout: Layout, given: _Pass, expected: _Pass) -> str | None:
+    """Say what differs first at this rank's positions."""
     locate = locate_slice(layout.ring, layout.ulysses, layout.context_rank)
     # The last of each: before them the first pass may have those of a pipeline's rehearsal.
     count = min(len(expected.seen), len(given.seen))
     pairs = zip(expected.seen[-count:], given.seen[-count:], strict=True)
-    differing = [name for (name, whole), (_, part) in pairs if not _is_close(whole, part, locate)]
+    names = (name for (name, whole), (_, part) in pairs if not _is_close(whole, part, locate))
+    name = next(names, None)
+    return name and f"what {name} at a position depends on other positions"
+
+
+def _apart(given: _Pass, expected: _Pass, ranks: dist.ProcessGroup) -> str | None:
+    """Say that the losses of slices do not add up to that of whole sequences."""
     is_narrow = any(tensor.element_size() == 2 for _, tensor in given.seen)
-    mesh, names = state.mesh, getattr(state.mesh, "mesh_dim_names", None) or ()
-    return _Report(
-        group=tuple(mesh.get_local_rank(n) for n in names if n not in ("cp", "ep") and mesh),
-        attends=any(name != OUTPUT for name, _ in given.seen),
-        differing=next(iter(differing), None),
-        close=CLOSE if is_narrow else SUMS_CLOSE,
-        slices=_sums(given) if layout.has_last else None,
-        whole=_sums(expected) if layout.has_last else None,
-    )
+    whole, parts = _sums(expected), [_sums(given)] * ranks.size()
+    dist.all_gather_object(parts, parts[0], group=ranks)
+    for name, total, numbers in zip(
+        ("sums", "counts"), whole, zip(*parts, strict=True), strict=True
+    ):
+        bound = (CLOSE if is_narrow else SUMS_CLOSE) * max(map(abs, (total, *numbers)))
+        # A step that is not finite is a bad one anyway.
+        if all(map(math.isfinite, (total, *numbers))) and abs(total - sum(numbers)) > bound:
+            shown = " + ".join(f"{number:.6g}" for number in numbers)
+            return (
+                f"loss_fn is no sum over positions: its {name} are {total:.6g} for whole sequences "
+                f"and {shown} for slices of them"
+            )
+    return None
 
 
 def _sums(run: _Pass) -> tuple[float, float]:
     """Sum and count of the loss, without the means that it got: each slice has its own."""
     loss = run.losses[-1]  # before it those of a pipeline's rehearsal
     return float(loss.sum - loss.means), float(loss.count)
-
-
-def _find(reports: list[_Report], model: str) -> str | None:
-    """What differs first over all ranks; on every rank the same."""
-    if not any(report.attends for report in reports):
-        return f"no module of {model} called its attend socket"
-    if differing := next((r.differing for r in reports if r.differing is not None), None):
-        return f"what {differing} at a position depends on other positions"
-    for first in reports:
-        shared = [r for r in reports if r.group == first.group and r.slices is not None]
-        for index, what in enumerate(("sums", "counts") if first.whole is not None else ()):
-            parts = torch.tensor([r.slices[index] for r in shared if r.slices]).double()
-            whole = first.whole[index] if first.whole else 0.0
-            bound = first.close * max(abs(whole), float(parts.abs().max()))
-            is_bad_step = not (parts.isfinite().all() and abs(whole) < float("inf"))
-            if not is_bad_step and not abs(whole - float(parts.sum())) <= bound:
-                shown = " + ".join(f"{value:.6g}" for value in parts.tolist())
-                return (
-                    f"loss_fn is no sum over positions: its {what} are {whole:.6g} for whole "
-                    f"sequences and {shown} for slices of them"
-                )
-    return None
 
 
 @contextmanager
