@@ -43,22 +43,20 @@ def find_experts(model: nn.Module, plan: Mapping[str, Any] | None) -> list[nn.Mo
     patterns = [pattern for pattern, style in (plan or {}).items() if style == EXPERT]
     if not patterns:
         raise ValueError(
-            f"ep is above 1 and no plan names the experts of {type(model).__name__}; pass for "
-            f"example plan={{'layers.*.experts': '{EXPERT}'}}, or set ep to 1."
+            f"ep is above 1 and no plan names the experts of {type(model).__name__}; pass "
+            f"plan={{'layers.*.experts': '{EXPERT}'}}, or set ep to 1."
         )
-    named = dict(model.named_modules())
-    matched: dict[str, None] = {}
+    matched: dict[str, nn.Module] = {}
     for pattern in patterns:
-        names = dict.fromkeys(name for name in named if fnmatchcase(name, pattern))
-        if not names:
-            holders = [name for name, module in named.items() if hasattr(module, "dispatch")]
+        named = {n: m for n, m in model.named_modules() if fnmatchcase(n, pattern)}
+        if not named:
             raise ValueError(
-                f"the plan's {pattern!r} matches no module of {type(model).__name__}; the modules "
-                f"with a dispatch socket are {holders}."
+                f"the plan's {pattern!r}, of style '{EXPERT}', matches no module of "
+                f"{type(model).__name__}."
             )
-        matched |= names
+        matched |= named
     inner = {name for name in matched for outer in matched if name.startswith(f"{outer}.")}
-    return [module for name, module in named.items() if name in matched and name not in inner]
+    return [m for name, m in model.named_modules() if name in matched and name not in inner]
 
 
 def apply_experts(model: nn.Module, view: DeviceMesh | None, modules: Iterable[nn.Module]) -> None:
@@ -97,26 +95,23 @@ def apply_experts(model: nn.Module, view: DeviceMesh | None, modules: Iterable[n
 def _check_experts(module: nn.Module, name: str, view: DeviceMesh) -> None:
     shapes = {leaf: tuple(p.shape) for leaf, p in module.named_parameters()}
     leading = {shape[0] if len(shape) > 1 else 0 for shape in shapes.values()}
-    linear = [leaf for leaf, m in module.named_modules() if isinstance(m, nn.Linear | nn.Embedding)]
-    if len(leading) != 1 or linear or 0 in leading:
+    is_matrix = any(isinstance(m, nn.Linear | nn.Embedding) for m in module.modules())
+    if len(leading) != 1 or is_matrix or 0 in leading:
         raise ValueError(
-            f"{name!r} ({type(module).__name__}) has the parameters {shapes}"
-            f"{f' and the layers {linear}' if linear else ''}; style 'expert' is for a module "
-            "whose parameters are all [e ...] with the same number e of experts. Keep the router "
-            "outside of it."
+            f"{name!r} ({type(module).__name__}) has the parameters {shapes}; style 'expert' is "
+            "for modules whose parameters are all [e ...]. Keep the router outside of it."
         )
     tensor, ranks, experts = view["tp"].size(), view["ep"].size(), leading.pop()
     if tensor > 1 and not all(isinstance(p, DTensor) for p in module.parameters()):
         raise ValueError(
             f"{name!r} computes the same on all ranks of tp {tensor}, so with ep {ranks} its "
-            f"tokens would travel {tensor} times over. Give the layer above it the style 'routed', "
-            "or use tp=1 and more of dp_shard or cp."
+            f"tokens would travel {tensor} times over. Give the layer above it the style 'routed'."
         )
-    if _most_experts(experts, ranks) * (ranks - 1) >= experts:
-        fitting = [p for p in range(1, ranks) if _most_experts(experts, p) * (p - 1) < experts]
+    each = _most_experts(experts, ranks)
+    if each * (ranks - 1) >= experts:
         raise ValueError(
-            f"{name!r} has {experts} experts, {_most_experts(experts, ranks)} to a rank, so some "
-            f"of the {ranks} ranks of ep would have none; use ep={fitting[-1]}."
+            f"{name!r} has {experts} experts, {each} to a rank, so some of the {ranks} ranks of "
+            f"ep would have none; use at most ep={_most_experts(experts, each)}."
         )
 
 
@@ -132,8 +127,7 @@ def _owner(model: nn.Module, name: str) -> Any:
             return module
     raise ValueError(
         f"neither {name!r} nor a module above it has a `dispatch` socket, so its tokens could not "
-        "reach other ranks. Call self.dispatch(tokens, expert_ids, experts, compute), which is "
-        "forgekit.model.dispatch_local at first."
+        "reach other ranks. Call self.dispatch, which is forgekit.model.dispatch_local at first."
     )
 
 

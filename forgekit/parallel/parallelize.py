@@ -31,8 +31,6 @@ from forgekit.parallel.activation_checkpoint import (
 )
 from forgekit.parallel.agreement import check_alike, exchange
 from forgekit.parallel.context.context_parallel import (
-    ChosenAttention,
-    Context,
     ContextParallel,
     apply_context,
     choose_attention,
@@ -124,8 +122,6 @@ def parallelize(
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "mesh")}
     is_wrapped = mesh.size() > 1 or precision != "fp32" or cpu_offload
-    tensor, experts_mesh = size_of(mesh, "tp"), expert_view(mesh)
-
     # What can be refused is refused here, on all ranks alike, before process groups are made.
     _check_ranks(model, mesh, options)
     path, layers = _find_blocks(model, blocks)
@@ -134,14 +130,15 @@ def parallelize(
     if batch_invariant or is_batch_invariant(model):
         _make_batch_invariant(model, mesh, options)
     kernels = choose_attention(model, mesh, COMPUTE.get(precision), attention, context_parallel)
-    styles = read_plan(model, tensor, plan)
-    experts = find_experts(model, plan) if experts_mesh else []
+    styles = read_plan(model, size_of(mesh, "tp"), plan)
+    view = expert_view(mesh)
+    experts = [] if view is None else find_experts(model, plan)
     projection = None if head is None else find_head(model, head)
     modules = dict(model.named_modules())  # all of them: a pipeline takes some out
 
     data_ranks, tensor_ranks = arrange(mesh)
     # Sockets before anything is wrapped: they are found by their modules' names and attributes.
-    context = apply_context(model, mesh, context_parallel, tensor=tensor, kernels=kernels)
+    context = apply_context(model, mesh, context_parallel, kernels=kernels)
     # While parameters are whole and plain: afterwards each rank keeps its part of what it holds.
     copy_from_first_rank(model, mesh)
     # Nothing below spends time or memory on the parts of other stages.
@@ -151,7 +148,7 @@ def parallelize(
     move(model, mesh)
     # From here on a parameter is a DTensor over tp, or over ep.
     unsharded = apply_plan(model, tensor_ranks, styles, modules)
-    apply_experts(model, experts_mesh, experts)
+    apply_experts(model, view, experts)
     # Recomputation repeats the collectives of tp, cp and ep; the compiler traces both as one block.
     for layer in layers:
         recompute(layer, activation_checkpoint)
@@ -160,15 +157,38 @@ def parallelize(
     if projection is not None:
         for root in roots:
             take_head(root, projection)
+    has_last = stages is None or stages.has_last
     # On several ranks always, on a dimension of size 1 if need be: optimizers refuse plain
-    # parameters beside DTensors.
+    # parameters beside DTensors. Inner modules first: an outer one leaves out what is wrapped.
     if is_wrapped:
-        _shard(roots, layers, experts, (data_ranks, experts_mesh), stages, options)
-    if tensor > 1 and (stages is None or stages.has_last):
+        # A backward in two parts finds a stage's weights only while they are gathered.
+        reshards = reshard_after_forward if stages is None else False
+        kept: dict[str, Any] = {"reshard_after_forward": reshards, "cpu_offload": cpu_offload}
+        if view is not None:
+            shard_experts(experts, view, precision, **kept)
+        inner = roots[:-1] if has_last else roots
+        shard(roots, layers, data_ranks, precision, inner=inner, **kept)
+    if tensor_ranks is not None and has_last:
         roots[-1].register_forward_hook(gather_output)
     # Last: what gets memory are shards.
     materialise(model, roots, mesh.device_type, seed=seed, cpu_offload=cpu_offload)
-    set_layout(model, _layout(model, mesh, precision, context, kernels, styles, unsharded, stages))
+    tensor = size_of(mesh, "tp")
+    layout = Layout(
+        **context._asdict(),
+        experts=expert_ranks(mesh)[1],
+        tensor=tensor,
+        sequence=tensor if "sequence" in styles.values() else 1,
+        longest=longest_of(model),
+        attention=kernels.kernels,
+        documents=kernels.documents,
+        owns_loss=has_last and (tensor == 1 or mesh.get_local_rank("tp") == 0),
+        stages=stages,
+        styles=styles,
+        unsharded=unsharded,
+        loss_scale=1.0 if precision == "fp16" else DEFAULT_LOSS_SCALE,
+        dynamic_loss_scale=precision == "fp16",
+    )
+    set_layout(model, layout)
     return model
 
 
@@ -176,8 +196,8 @@ def _check_ranks(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any])
     """Raise on every rank if the mesh is not the world, or ranks were set up differently."""
     if mesh.size() != dist.get_world_size():
         raise ValueError(
-            f"the mesh has {mesh.size()} ranks and the world {dist.get_world_size()}; a step adds "
-            "up over all of them. Start as many processes as the mesh needs."
+            f"the mesh has {mesh.size()} ranks and the world, over which a step adds up, "
+            f"{dist.get_world_size()}. Start as many processes as the mesh needs."
         )
     check_dimensions(mesh)
     plan = getattr(model, "plan", None) if options["plan"] is None else options["plan"]
@@ -202,13 +222,13 @@ def _check_options(
     recomputed, compiled = options["activation_checkpoint"], options["compile"]
     if recomputed == "budget" and not compiled:
         raise ValueError(
-            "activation_checkpoint is 'budget', which the compiler keeps, and compile is False. "
-            "Use compile=True, or activation_checkpoint='selective'."
+            "activation_checkpoint is 'budget', which the compiler keeps, and compile is False; "
+            "use compile=True."
         )
     if not layers and (compiled or recomputed != "none" or size_of(mesh, "pp") > 1):
         raise ValueError(
             f"{type(model).__name__} has no list 'layers' to compile, recompute or split into "
-            f"pipeline stages; name its list of repeated layers with blocks=; {_lists(model)}"
+            f"pipeline stages; name one with blocks=: {_lists(model)}"
         )
 
 
@@ -229,11 +249,20 @@ def _check_model(model: nn.Module, layers: list[nn.Module]) -> None:
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise ValueError(
-                f"{name!r} has a gradient hook, and parallelize replaces the parameter by one "
-                "without it. Change gradients after it: parameter.grad between accumulate "
-                "and reduce_totals."
+                f"{name!r} has a gradient hook, which parallelize would lose. Change gradients "
+                "after it: parameter.grad between accumulate and reduce_totals."
             )
-    _check_shared_by_blocks(layers)
+    # Two blocks with one parameter; a whole block that is used twice is one block.
+    owners: dict[nn.Parameter, tuple[int, str]] = {}
+    for index, block in enumerate(layers):
+        for name, parameter in block.named_parameters():
+            other, first = owners.setdefault(parameter, (index, name))
+            if other != index:
+                raise ValueError(
+                    f"blocks {other} and {index} share one parameter ({first!r} and {name!r}), "
+                    "and FSDP would gather it for the first of them only. Call the shared module "
+                    "between the blocks, or use the same whole block twice."
+                )
 
 
 def _split(
@@ -250,9 +279,8 @@ def _split(
     frozen = [rank for rank, trained in enumerate(exchange(has_trained)) if not trained]
     if trains and frozen:
         raise ValueError(
-            f"the pipeline stages of the ranks {frozen} have nothing to train: all of their "
-            "parameters are frozen. Add adapters to blocks of every rank (forgekit.add_lora), or "
-            "use pp=1."
+            f"the pipeline stages of the ranks {frozen} have nothing to train. Add adapters to "
+            "blocks of every rank (forgekit.add_lora), or use pp=1."
         )
     return stages
 
@@ -261,60 +289,6 @@ def _present(modules: list[nn.Module], roots: list[nn.Module]) -> list[nn.Module
     """Those of the modules that a pipeline has left on this rank."""
     present = {module for root in roots for module in root.modules()}
     return [module for module in modules if module in present]
-
-
-def _shard(
-    roots: list[nn.Module],
-    layers: list[nn.Module],
-    experts: list[nn.Module],
-    meshes: tuple[DeviceMesh, DeviceMesh | None],
-    stages: Stages | None,
-    options: Mapping[str, Any],
-) -> None:
-    """Wrap what this rank has in FSDP, in place."""
-    (data_ranks, experts_mesh), precision = meshes, options["precision"]
-    # A backward in two parts finds a stage's weights only while they are gathered.
-    reshards = options["reshard_after_forward"] if stages is None else False
-    kept: dict[str, Any] = {
-        "cpu_offload": options["cpu_offload"],
-        "reshard_after_forward": reshards,
-    }
-    # Inner modules first: an outer one leaves out what is wrapped already.
-    if experts_mesh is not None:
-        shard_experts(experts, experts_mesh, precision, **kept)
-    inner = roots[:-1] if stages is None or stages.has_last else roots
-    shard(roots, layers, data_ranks, precision, inner=inner, **kept)
-
-
-def _layout(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    precision: Precision,
-    context: Context,
-    kernels: ChosenAttention,
-    styles: Mapping[str, Any],
-    unsharded: Mapping[nn.Module, Mapping[str, Any]],
-    stages: Stages | None,
-) -> Layout:
-    tensor, has_last = size_of(mesh, "tp"), stages is None or stages.has_last
-    return Layout(
-        ring=context.ring,
-        ulysses=context.ulysses,
-        context_rank=context.rank,
-        sockets=context.sockets,
-        experts=expert_ranks(mesh)[1],
-        tensor=tensor,
-        sequence=tensor if "sequence" in styles.values() else 1,
-        longest=longest_of(model),
-        attention=kernels.kernels,
-        documents=kernels.documents,
-        owns_loss=has_last and (tensor == 1 or mesh.get_local_rank("tp") == 0),
-        stages=stages,
-        styles=styles,
-        unsharded=unsharded,
-        loss_scale=1.0 if precision == "fp16" else DEFAULT_LOSS_SCALE,
-        dynamic_loss_scale=precision == "fp16",
-    )
 
 
 def _find_blocks(model: nn.Module, name: str | None) -> tuple[str, list[nn.Module]]:
@@ -336,18 +310,3 @@ def _find_blocks(model: nn.Module, name: str | None) -> tuple[str, list[nn.Modul
 def _lists(model: nn.Module) -> str:
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     return f"its lists are {lists}."
-
-
-def _check_shared_by_blocks(blocks: list[nn.Module]) -> None:
-    """Raise if two blocks hold one parameter: FSDP would gather it for the first of them only."""
-    owners: dict[nn.Parameter, tuple[int, str]] = {}
-    for index, block in enumerate(blocks):
-        for name, parameter in block.named_parameters():
-            other, first = owners.setdefault(parameter, (index, name))
-            if other != index:
-                raise ValueError(
-                    f"blocks {other} and {index} share one parameter ({first!r} and {name!r}); "
-                    "FSDP shards each block by itself, so a parameter can be in one of them only. "
-                    "Call the shared module in the model's forward, between the blocks, or use "
-                    "the same whole block twice."
-                )

@@ -42,6 +42,11 @@ class Case:
 
 
 LAYING_OUT = {
+    "heads by tp": Case({"tp": 2}, r"is 3, which tp 2 must", {"heads": 3, "kv_heads": 3, "dim": 24}),
+    "key and value heads by tp": Case({"tp": 2}, r"is 1, which tp 2 must", {"kv_heads": 1}),
+    "feed-forward by tp": Case(
+        {"tp": 2}, r"49, which tp 2 must divide.*48 and 50", {"ffn_dim": 49}
+    ),
     "vocabulary by tp": Case({"tp": 2}, r"41, which tp 2 must divide", {"vocab_size": 41}),
     "tied embeddings": Case({"pp": 2}, r"one tensor.*tied=False.*pp=1", {"tied": True}),
     "other numbers of blocks": Case(

@@ -114,10 +114,3 @@ def test_blocks_that_are_alike_are_compiled_once():
     with torch.no_grad():
         model(IDS)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-def test_parallelize_refuses_a_budget_without_compilation():
-    mesh = fk.build_mesh(device="cpu")
-    with pytest.raises(ValueError, match=r"which the compiler keeps, and compile is False"):
-        fk.parallelize(fk.Transformer(SPEC), mesh, activation_checkpoint="budget")
-    fk.shutdown()

@@ -53,8 +53,8 @@ class Layer(nn.Module):
         return self.dispatch(tokens, ids, EXPERTS, self.experts)
 
 
-def build(layers=1):
-    model = nn.Sequential(*(Layer() for _ in range(layers))).double()
+def build():
+    model = nn.Sequential(Layer(), Layer()).double()
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.5, generator=generator)
@@ -69,43 +69,33 @@ def run(model, ids, first):
     """What comes back for tokens, their gradients, and those of the experts."""
     tokens = torch.arange(first, first + len(ids)).double()[:, None] * torch.linspace(-1, 1, DIM)
     tokens = tokens.sin().requires_grad_()
-    out = model[0](tokens, ids)[ids < EXPERTS]
+    out = model[1](model[0](tokens, ids), ids)[ids < EXPERTS]
     out.square().sum().backward()
     return out.detach(), tokens.grad, full_tensors(model, gradients=True)
 
 
-def exchange(rank, world, case):
+def exchange(rank, world):
+    """All cases, on one model."""
     view = expert_view(fk.build_mesh(fk.MeshSpec(ep=world), device="cpu"))
-    model, ids = build(), expert_ids(case, world)
+    model, results = build(), {}
     apply_experts(model, view, find_experts(model, PLAN))
-    return run(model, ids[rank], sum(map(len, ids[:rank])))
+    for case in TOKENS:
+        model.zero_grad()
+        ids = expert_ids(case, world)
+        results[case] = run(model, ids[rank], sum(map(len, ids[:rank])))
+    return results
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("case", TOKENS)
-def test_tokens_come_back_from_their_experts_as_in_one_process(case, world):
+def test_tokens_come_back_from_their_experts_as_in_one_process(world):
     """Seven experts are four and three, or two on each rank and one on the last."""
-    expected, slopes, gradients = run(build(), torch.cat(expert_ids(case, world)), 0)
-    by_rank = run_again(exchange, world, case)
-    torch.testing.assert_close(torch.cat([out for out, *_ in by_rank]), expected)
-    torch.testing.assert_close(torch.cat([slope for _, slope, _ in by_rank]), slopes)
-    for *_, found in by_rank:
-        assert relative_error(found, gradients) < 1e-12
-
-
-# What lies where
-
-
-def _view(rank, world, sizes):
-    view = expert_view(fk.build_mesh(fk.MeshSpec(**sizes), device="cpu"))
-    return dict(zip(view.mesh_dim_names, view.mesh.shape, strict=True)), view["ep"].mesh.tolist()
-
-
-def test_the_view_keeps_neighbours_together():
-    sizes = {"pp": 2, "dp_shard": 1, "cp": 2, "ep": 2}
-    for rank, (shape, group) in enumerate(run_again(_view, 4, sizes)):
-        assert shape == {"pp": 2, "dp_replicate": 1, "fsdp_ep": 1, "ep": 2, "tp": 1}
-        assert group == [rank // 2 * 2, rank // 2 * 2 + 1]
+    by_rank = run_again(exchange, world)
+    for case in TOKENS:
+        expected, slopes, gradients = run(build(), torch.cat(expert_ids(case, world)), 0)
+        outs, grads, found = zip(*(results[case] for results in by_rank), strict=True)
+        torch.testing.assert_close(torch.cat(outs), expected)
+        torch.testing.assert_close(torch.cat(grads), slopes)
+        assert max(relative_error(each, gradients) for each in found) < 1e-12
 
 
 def _meshes(rank, world):
@@ -113,6 +103,10 @@ def _meshes(rank, world):
     meshes = [fk.build_mesh(fk.MeshSpec(ep=ep), device="cpu") for ep in (2, 1, 4)]
     plain = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
     assert meshes[0] == meshes[1] == meshes[2]
+    view = expert_view(fk.build_mesh(fk.MeshSpec(pp=2, dp_shard=1, cp=2, ep=2), device="cpu"))
+    assert view.mesh_dim_names == ("pp", "dp_replicate", "fsdp_ep", "ep", "tp")
+    assert view.mesh.shape == (2, 1, 1, 2, 1)
+    assert view["ep"].mesh.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]  # neighbours
     return [expert_ranks(mesh) for mesh in (*meshes, plain)]
 
 
@@ -122,17 +116,13 @@ def test_meshes_of_one_shape_keep_their_own_experts():
 
 
 def test_a_module_inside_another_one_is_not_sharded_twice():
-    model = build(2)
+    model = build()
     assert find_experts(model, {"0*": "expert", "1.*": "expert"}) == [model[0], model[1].experts]
+    with pytest.raises(ValueError, match=r"'\*\.moe', of style 'expert', matches no module of Seq"):
+        find_experts(model, {"*.moe": "expert"})
 
 
 # Errors
-
-
-class Alone(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.experts = Experts()
 
 
 class WithRouter(Layer):
@@ -141,54 +131,37 @@ class WithRouter(Layer):
         self.router = nn.Linear(DIM, EXPERTS)
 
 
-def _refusal(rank, world, build, plan, sizes):
-    view = expert_view(fk.build_mesh(fk.MeshSpec(**sizes), device="cpu"))
-    model = build()
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (matched in the parent)
-        apply_experts(model, view, find_experts(model, plan))
-    return error.value
+REFUSED = [
+    (Experts, {"": "expert"}, {"ep": 4}, r"neither '' nor a module above it has a `dispatch` sock"),
+    (
+        WithRouter,
+        {"": "expert"},
+        {"ep": 4},
+        r"'' \(WithRouter\) has the parameters .* style 'expert' is for modules whose parameters",
+    ),
+    (
+        lambda: Layer(5),
+        {"experts": "expert"},
+        {"ep": 4},
+        r"'experts' has 5 experts, 2 to a rank, so some of the 4 ranks of ep .* at most ep=3\.",
+    ),
+    (
+        build,
+        PLAN,
+        {"ep": 2, "tp": 2},
+        r"^'0\.experts' computes the same on all ranks of tp 2, so with ep 2 its tokens would "
+        r"travel 2 times over\. Give the layer above it the style 'routed'",
+    ),
+]
 
 
-def _five():
-    return Layer(5)
-
-
-@pytest.mark.parametrize(
-    ("build", "plan", "sizes", "message"),
-    [
-        (Alone, {"experts": "expert"}, {"ep": 4}, r"neither 'experts' nor a module above it has a"),
-        (
-            WithRouter,
-            {"": "expert"},
-            {"ep": 4},
-            r"'' \(WithRouter\) has the parameters .* and the layers \['router'\]; style 'expert' "
-            r"is for a module whose parameters are all .* Keep the router outside of it",
-        ),
-        (
-            _five,
-            {"experts": "expert"},
-            {"ep": 4},
-            r"'experts' has 5 experts, 2 to a rank, so some of the 4 ranks of ep would have none; "
-            r"use ep=3\.",
-        ),
-        (
-            build,
-            {"*.moe": "expert"},
-            {"ep": 4},
-            r"'\*\.moe' matches no module of Sequential; the modules with a dispatch socket are "
-            r"\['0'\]",
-        ),
-        (build, {}, {"ep": 4}, r"ep is above 1 and no plan names the experts of Sequential; pass"),
-        (
-            build,
-            PLAN,
-            {"ep": 2, "tp": 2},
-            r"^'0\.experts' computes the same on all ranks of tp 2, so with ep 2 its tokens would "
-            r"travel 2 times over\. Give the layer above it the style 'routed', or use",
-        ),
-    ],
-)
-def test_what_cannot_be_shared_is_refused(build, plan, sizes, message):
-    for found in run_again(_refusal, 4, build, plan, sizes):
+def _refused(rank, world):
+    for build_model, plan, sizes, message in REFUSED:
+        view = expert_view(fk.build_mesh(fk.MeshSpec(**sizes), device="cpu"))
+        model = build_model()
         with pytest.raises(ValueError, match=message):
-            raise found
+            apply_experts(model, view, find_experts(model, plan))
+
+
+def test_what_cannot_be_shared_is_refused():
+    run_again(_refused, 4)

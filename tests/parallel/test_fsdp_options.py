@@ -16,11 +16,10 @@ from lab import (
     relative_error,
 )
 from ranks import run_again
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk
-from forgekit.parallel.fsdp import _modules, fsdp_modules, shard
+from forgekit.parallel.fsdp import fsdp_modules, shard
 
 LAYERS = 4
 DEEP = attrs.evolve(SPEC, layers=LAYERS, vocab_size=38)  # which tp 2 divides
@@ -80,31 +79,31 @@ def test_no_option_changes_the_gradient(layout, sync, option):
 # Resharding
 
 
-def _gathered(rank, world, options):
-    model, _ = _sharded({}, **options)
-    weight = model.layers[1].attention.query
-    with Watch() as forward:
-        logits = model(IDS)
-    kept = weight.weight
-    with Watch() as backward:
-        logits.sum().backward()
-    local = kept.to_local() if isinstance(kept, DTensor) else kept
-    return (
-        local.numel() / kept.numel(),
-        forward.count("allgather"),
-        backward.count("allgather"),
-        len(backward.collectives),
-    )
+def _gathered(rank, world):
+    """Of a block's weight what forward keeps, and gathers and collectives, by option."""
+    counted = {}
+    for reshards in (True, 2, False):
+        model, _ = _sharded({}, reshard_after_forward=reshards)
+        with Watch() as forward:
+            logits = model(IDS)
+        kept = model.layers[1].attention.query.weight
+        with Watch() as backward:
+            logits.sum().backward()
+        local = kept.to_local() if isinstance(kept, DTensor) else kept
+        gathers = [calls.count("allgather") for calls in (forward, backward)]
+        counted[reshards] = local.numel() / kept.numel(), *gathers, len(backward.collectives)
+    return counted
 
 
-@pytest.mark.parametrize(
-    ("reshard", "share", "gathers"), [(True, 1 / 4, LAYERS), (2, 1 / 2, LAYERS), (False, 1, 0)]
-)
-def test_resharding_decides_what_stays_and_what_backward_gathers(reshard, share, gathers):
+def test_resharding_decides_what_stays_and_what_backward_gathers():
     """The root stays gathered in each: backward begins with it."""
-    scatters = LAYERS + 1
-    for found in run_again(_gathered, 4, {"reshard_after_forward": reshard}):
-        assert found == (share, LAYERS + 1, gathers, gathers + scatters)
+    root = LAYERS + 1
+    for found in run_again(_gathered, 4):
+        assert found == {
+            True: (1 / 4, root, LAYERS, LAYERS + root),
+            2: (1 / 2, root, LAYERS, LAYERS + root),
+            False: (1, root, 0, root),
+        }
 
 
 # Prefetch
@@ -132,67 +131,49 @@ def test_one_block_is_gathered_ahead():
         assert ahead == ([3, 4, 5, 5], [2, 3, 4, 4])
 
 
-# Offload
-
-
 # Deferred all-reduce
 
 
-def _collectives(rank, world, sync):
+def _collectives(rank, world):
+    """Reduce-scatters and all-reduces of each FSDP module in a step, by mode."""
     model, mesh = _sharded({"dp_replicate": 2, "dp_shard": 2})
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    batches = [row[rank] for row in global_batch(world)]
-    fk.accumulate(state, batches, logits_loss, sync=sync)
-    with Watch() as calls:
-        fk.accumulate(state, batches, logits_loss, sync=sync)
-    modules = len(fsdp_modules(model))
-    scatters = calls.count("reduce_scatter")
-    reduces = calls.count("allreduce")
-    return scatters / modules, reduces / modules
+    batches, modules = [row[rank] for row in global_batch(world)], len(fsdp_modules(model))
+    counted = {}
+    for sync in ("last", "every", "hsdp_last"):
+        with Watch() as calls:
+            fk.accumulate(state, batches, logits_loss, sync=sync, audit=False)
+        words = ("reduce_scatter", "allreduce")
+        counted[sync] = tuple(calls.count(word) / modules for word in words)
+    return counted
 
 
-@pytest.mark.parametrize(
-    ("sync", "scatters", "reduces"), [("last", 1, 1), ("every", 3, 3), ("hsdp_last", 3, 1)]
-)
-def test_hsdp_last_defers_the_sum_over_replicas(sync, scatters, reduces):
-    for found in run_again(_collectives, 4, sync):
-        assert found == (scatters, reduces)
+def test_hsdp_last_defers_the_sum_over_replicas():
+    for found in run_again(_collectives, 4):
+        assert found == {"last": (1, 1), "every": (3, 3), "hsdp_last": (3, 1)}
 
 
 # Precision of pipeline stages
 
 
-class _Stages(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = (torch.nn.Linear(4, 4) for _ in range(2))
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)]
-)
-def test_only_the_last_of_several_roots_casts_its_output(mesh, precision, dtype):
-    model = _Stages()
-    shard([model.first, model.last], [], mesh["dp_shard"], precision, inner=[model.first])
-    passed_on = model.first(torch.ones(1, 4))
-    assert passed_on.dtype == dtype
-    assert model.last(passed_on).dtype == torch.float32
-    assert not isinstance(model, FSDPModule)
+def test_only_the_last_of_several_roots_casts_its_output(mesh):
+    first, last = stages = [torch.nn.Linear(4, 4) for _ in range(2)]
+    shard(stages, [], mesh["dp_shard"], "bf16", inner=[first])
+    passed_on = first(torch.ones(1, 4))
+    assert passed_on.dtype == torch.bfloat16
+    assert last(passed_on).dtype == torch.float32
 
 
 # Errors
 
 
-def _refused(rank, world, sizes, options):
-    with pytest.raises(ValueError) as error:  # noqa: PT011 (matched below, in the parent)
-        _sharded(sizes, **options)
-    return str(error.value)
+def _refused(rank, world):
+    with pytest.raises(ValueError, match=r"^reshard_after_forward=2 needs all 4 ranks on dp_repl"):
+        _sharded({"tp": 2}, reshard_after_forward=2)
 
 
 def test_groups_of_neighbours_need_all_ranks():
-    message = "reshard_after_forward=2 needs all 4 ranks on dp_replicate, dp_shard and cp, and they"
-    for error in run_again(_refused, 4, {"tp": 2}, {"reshard_after_forward": 2}):
-        assert error.startswith(message)
+    run_again(_refused, 4)
 
 
 def test_a_block_that_is_no_part_of_a_root_is_not_prefetched(mesh):
@@ -203,14 +184,3 @@ def test_a_block_that_is_no_part_of_a_root_is_not_prefetched(mesh):
     for stage in stages:
         ahead = stage[0]._get_fsdp_state()._states_to_forward_prefetch
         assert ahead == [stage[1]._get_fsdp_state()]
-
-
-def test_modules_are_those_of_torch_in_its_order():
-    """Roots first, shared ones once, whatever was swapped in since the last step."""
-    shared = torch.nn.Linear(2, 2)
-    model = torch.nn.Sequential(torch.nn.Sequential(shared, torch.nn.ReLU()), shared)
-    model.register_module("absent", None)
-    assert list(_modules([model])) == list(model.modules())
-    model[0][1] = torch.nn.Sequential(torch.nn.GELU(), shared)
-    assert list(_modules([model])) == list(model.modules())
-    assert list(_modules([model[0], model])) == [*model[0].modules(), model]

@@ -14,6 +14,7 @@ from lab import (
     relative_error,
 )
 from ranks import run_again, run_ranks
+from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -23,7 +24,6 @@ EVEN = attrs.evolve(SPEC, vocab_size=38)
 MESHES = {
     "one dimension": {"dp_shard": 2},
     "replicated": {"dp_replicate": 2, "dp_shard": 1},
-    "context": {"dp_shard": 1, "cp": 2},
     "replicated, context": {"dp_replicate": 1, "dp_shard": 1, "cp": 2},
     "tensor": {"dp_shard": 1, "tp": 2},
     "pipeline": {"pp": 2, "dp_shard": 1},
@@ -40,15 +40,18 @@ def _even(batch):
     return type(batch)({"input_ids": ids, "labels": labels}, batch.batch_size)
 
 
+def _gradients(model, mesh, batches, loss_fn):
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
+    factor = fk.clip(totals).factor
+    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+
+
 def _on_a_small_mesh(rank, world, sizes):
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = fk.parallelize(fk.Transformer(EVEN).double(), mesh)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
     at, count = fk.data_ranks(mesh)
-    batches = [_even(row[at]) for row in global_batch(count)]
-    totals = fk.reduce_totals(fk.accumulate(state, batches, logits_loss), state)
-    factor = fk.clip(totals).factor
-    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+    return _gradients(model, mesh, [_even(row[at]) for row in global_batch(count)], logits_loss)
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -61,17 +64,19 @@ def test_a_mesh_with_fewer_dimensions_is_exact(name):
     assert relative_error(found, expected) < 1e-10
 
 
-def _refuse_mesh(rank, world):
+def _refuse(rank, world):
     mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("tp", "dp_shard"))
     message = r"\['tp', 'dp_shard'\].* dp_shard, cp, tp in this order"
-    with pytest.raises(ValueError, match=message):
-        fk.parallelize(nn.Linear(2, 2), mesh)
-    with pytest.raises(ValueError, match=message):
-        fk.data_ranks(mesh)
+    for use in (lambda: fk.parallelize(nn.Linear(2, 2), mesh), lambda: fk.data_ranks(mesh)):
+        with pytest.raises(ValueError, match=message):
+            use()
+    for options in ({}, {"precision": "bf16"}):
+        with pytest.raises(ValueError, match=r"blocks 0 and 2 share .*'shared.weight'.*same whole"):
+            fk.parallelize(_Shared("a part"), fk.build_mesh(device="cpu"), **options)
 
 
-def test_a_mesh_with_other_dimensions_is_refused():
-    run_ranks(_refuse_mesh, 2)
+def test_other_dimensions_and_modules_that_two_blocks_share_are_refused():
+    run_ranks(_refuse, 2)
 
 
 class _Block(nn.Module):
@@ -83,12 +88,15 @@ class _Block(nn.Module):
         return self.shared(self.own(x)).tanh()
 
 
-class _SharedPart(nn.Module):
-    def __init__(self):
+class _Shared(nn.Module):
+    """Two blocks share a part, or are one block."""
+
+    def __init__(self, what):
         super().__init__()
         torch.manual_seed(2)
-        shared = nn.Linear(4, 4)
-        self.layers = nn.ModuleList([_Block(shared), _Block(nn.Linear(4, 4)), _Block(shared)])
+        first, other = _Block(nn.Linear(4, 4)), _Block(nn.Linear(4, 4))
+        last = first if what == "a block" else _Block(first.shared)
+        self.layers = nn.ModuleList([first, other, last])
 
     def forward(self, x):
         for layer in self.layers:
@@ -96,47 +104,24 @@ class _SharedPart(nn.Module):
         return x
 
 
-class _SharedBlock(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(2)
-        block = _Block(nn.Linear(4, 4))
-        self.layers = nn.ModuleList([block, _Block(nn.Linear(4, 4)), block])
-
-    forward = _SharedPart.forward
-
-
 def _square_loss(model, batch):
     return fk.Loss(model(batch["x"]).square().sum(), len(batch))
 
 
-def _refuse_shared(rank, world):
-    for options in ({}, {"precision": "bf16"}):
-        with pytest.raises(ValueError, match=r"blocks 0 and 2 share .*'shared.weight'.*same whole"):
-            fk.parallelize(_SharedPart(), fk.build_mesh(device="cpu"), **options)
-    return True
-
-
-def test_a_module_that_two_blocks_share_is_refused_where_fsdp_wraps_them():
-    assert run_again(_refuse_shared, 2) == [True, True]
-
-
-def _gradient_of(rank, world, build):
-    from tensordict import TensorDict
-
-    mesh = fk.build_mesh(device="cpu")
-    model = fk.parallelize(build().double(), mesh)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+def _rows(rank, world):
     x = torch.arange(8.0 * 4).reshape(8, 4).double() / 7
-    batch = TensorDict({"x": x.chunk(world)[rank]}, [8 // world])
-    totals = fk.reduce_totals(fk.accumulate(state, [batch, batch], _square_loss), state)
-    factor = fk.clip(totals).factor
-    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+    return TensorDict({"x": x.chunk(world)[rank]}, [8 // world])
+
+
+def _used_twice(rank, world):
+    mesh = fk.build_mesh(device="cpu")
+    model = fk.parallelize(_Shared("a block").double(), mesh)
+    return _gradients(model, mesh, [_rows(rank, world)] * 2, _square_loss)
 
 
 def test_a_whole_block_that_is_used_twice_is_exact():
-    (expected,) = run_again(_gradient_of, 1, _SharedBlock)
-    for found in run_again(_gradient_of, 2, _SharedBlock):
+    expected, _ = reference_gradients(_Shared("a block"), [[_rows(0, 1)]], _square_loss)
+    for found in run_again(_used_twice, 2):
         assert relative_error(found, expected) < 1e-12
 
 
@@ -158,16 +143,3 @@ def test_parameters_that_a_step_cannot_add_up_are_refused(name):
     model = build()
     with pytest.raises(ValueError, match=message):
         fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
-
-
-def _refuse_computed_weights(rank, world):
-    mesh = fk.build_mesh(fk.MeshSpec(tp=2), device="cpu")
-    for wrap in (nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal):
-        model = nn.Sequential(nn.Linear(4, 4), wrap(nn.Linear(4, 4, bias=False)))
-        with pytest.raises(ValueError, match=r"'1' computes its weight .* 'rowwise' has none to"):
-            fk.parallelize(model, mesh, plan={"0": "colwise", "1": "rowwise"})
-    return True
-
-
-def test_a_weight_that_a_module_computes_cannot_be_sharded_by_a_plan():
-    assert run_again(_refuse_computed_weights, 2) == [True, True]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from lab import full_tensors, relative_error
+from covering import in_turn
+from lab import full_tensors, reference_gradients, relative_error
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -104,14 +105,8 @@ def _batch(*, given=False):
     return TensorDict(items, [3])
 
 
-def _gradients(state, batch):
-    totals = fk.reduce_totals(fk.accumulate(state, [batch], _loss), state)
-    factor = fk.clip(totals).factor
-    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
-
-
-def _state(kind, method, precision="fp32"):
-    mesh = fk.build_mesh(fk.MeshSpec(cp=2), device="cpu")
+def _state(kind, method, precision="fp32", pp=1):
+    mesh = fk.build_mesh(fk.MeshSpec(cp=2, pp=pp), device="cpu")
     model = _Model(kind)
     model = model.double() if precision == "fp32" else model
     model = fk.parallelize(model, mesh, context_parallel=method, precision=precision)
@@ -120,20 +115,21 @@ def _state(kind, method, precision="fp32"):
 
 def _exact(rank, world, kind, method, given):
     state = _state(kind, method)
-    return _gradients(state, _batch(given=given))
+    totals = fk.reduce_totals(fk.accumulate(state, [_batch(given=given)], _loss), state)
+    factor = fk.clip(totals).factor
+    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
 
 
-@pytest.mark.parametrize("method", ["ring", "ulysses"])
-@pytest.mark.parametrize(
-    ("kind", "given"), [("locate", False), ("locate", True), ("arange", True), ("none", False)]
-)
-def test_positions_of_whole_sequences_are_exact(kind, given, method):
-    model = _Model(kind).double()
-    state = fk.TrainState.create(model, fk.adamw(model))
-    expected = _gradients(state, _batch(given=given))
+CASES = [("locate", False), ("locate", True), ("arange", True), ("none", False)]
+
+
+@pytest.mark.parametrize(("case", "method"), in_turn(CASES, ["ring", "ulysses"]))
+def test_positions_of_whole_sequences_are_exact(case, method):
+    kind, given = case
+    expected, _ = reference_gradients(_Model(kind), [[_batch(given=given)]], _loss)
     used = [name for name in expected if kind != "none" or not name.startswith("place")]
     for found in run_again(_exact, 2, kind, method, given):
-        assert relative_error(found, expected) < 1e-10
+        assert relative_error({name: found[name] for name in expected}, expected) < 1e-10
         assert all(found[name].any() for name in used)
 
 
@@ -149,32 +145,24 @@ WRONG = {
 }
 
 
-def _refused(rank, world, kind, method, precision):
-    state = _state(kind, method, precision)
+def _refused(rank, world, kind, method, precision, pp=1):
+    state = _state(kind, method, precision, pp)
     before = full_tensors(state.model)
     step = fk.make_step(_loss, schedule=fk.constant(0.1))
     with pytest.raises(ValueError, match=WRONG[kind]) as caught:
-        step(state, [_batch()])
+        step(state, [_batch()] * pp)
     after = full_tensors(state.model)
     assert "take positions from the batch (position_ids) or a socket" in str(caught.value)
-    return all(torch.equal(before[name], after[name]) for name in before) and state.model.training
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert state.model.training
 
 
-@pytest.mark.parametrize(("method", "precision"), [("ring", "fp32"), ("ulysses", "bf16")])
-@pytest.mark.parametrize("kind", WRONG)
-def test_a_model_that_makes_its_own_positions_is_refused(kind, method, precision):
-    assert run_again(_refused, 2, kind, method, precision) == [True, True]
-
-
-def _refused_by_stages(rank, world):
-    mesh = fk.build_mesh(fk.MeshSpec(cp=2, pp=2), device="cpu")
-    model = fk.parallelize(_Model("arange").double(), mesh)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    step = fk.make_step(_loss, schedule=fk.constant(0.1))
-    with pytest.raises(ValueError, match=INSIDE.format(0)):
-        step(state, [_batch(), _batch()])
-    return True
+@pytest.mark.parametrize(
+    ("kind", "how"), in_turn(list(WRONG), [("ring", "fp32"), ("ulysses", "bf16")])
+)
+def test_a_model_that_makes_its_own_positions_is_refused(kind, how):
+    run_again(_refused, 2, kind, *how)
 
 
 def test_stages_without_positions_are_refused():
-    assert run_ranks(_refused_by_stages, 4) == [True] * 4
+    run_ranks(_refused, 4, "arange", "ring", "fp32", 2)

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import some_of
 from lab import full, full_tensors, relative_error
 from ranks import run_ranks
 from run.huggingface_models import MODELS, MORE, SIZES, save_model, some_ids
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import forgekit as fk
 from forgekit.huggingface.transformers_models import transformers_names
+from forgekit.parallel.tensor.plan import read_plan
 
 EVEN = {"vocab_size": 32}
 LAYOUTS = {
@@ -42,18 +44,19 @@ def micro_batches(step):
     return batch.chunk(2)
 
 
-def build(kind, device, dtype=torch.float64):
+def build(kind, device, dtype=torch.float64, **changes):
     import transformers
 
     name = kind.split()[0]
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **{**MODELS, **MORE}[kind], **EVEN})
+    sizes = {**SIZES, **{**MODELS, **MORE}.get(kind, {}), **EVEN, **changes}
+    config = getattr(transformers, f"{name}Config")(**sizes)
     config.use_cache = False
     if dtype == torch.float64:  # grouped products know no other
         config._experts_implementation = "eager"
     with torch.device(device):
         model = getattr(transformers, f"{name}ForCausalLM")(config).train().to(dtype)
     for module in model.modules():  # theirs compute in float32, whatever they are given
-        if dtype == torch.float64 and type(module).__name__.endswith("RMSNorm"):
+        if dtype == torch.float64 and hasattr(module, "variance_epsilon"):
             module.forward = partial(_norm, module)
     return model
 
@@ -62,19 +65,15 @@ def _norm(module, x):
     return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
 
 
-def train(model, mesh, rank=0, world=1, loss_fn=loss_fn):
+def train(model, mesh, rank=0, world=1, loss_fn=loss_fn, steps=STEPS):
     optimizer = torch.optim.SGD(model.parameters())  # Adam's first step knows signs alone
     state = fk.TrainState.create(model, optimizer, mesh=mesh)
     step = fk.make_step(loss_fn, schedule=fk.constant(0.5), max_norm=1.0)
     losses = []
-    for number in range(STEPS):
+    for number in range(steps):
         state, metrics = step(state, [b.chunk(world)[rank] for b in micro_batches(number)])
         losses.append(float(metrics["loss"]))
     return state, losses
-
-
-def plain_state(model):
-    return fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
 
 
 def train_plainly(model):
@@ -110,9 +109,8 @@ def _trained(rank, world, kinds, layout, directory, dtype):
         assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         base = directory / kind / "base"
         fk.load_huggingface(model, base)
-        fk.save_huggingface(model, directory / kind / f"{layout} same", like=base)
         state, losses = train(model, mesh, data_rank, data_world)
-        fk.save_huggingface(state.model, directory / kind / f"{layout} tuned", like=base)
+        fk.save_huggingface(state.model, directory / kind / "tuned", like=base)
         text = None if "pp" in layout else continued(state.model)
         found[kind] = full_tensors(state.model), losses, evaluated(state), text
     return found
@@ -122,20 +120,15 @@ def check(kinds, layout, world, directory, dtype=torch.float64):
     models = {kind: save_model(kind, directory / kind / "base", **EVEN) for kind in kinds}
     results = run_ranks(_trained, world, kinds, layout, directory, dtype, timeout_s=120)
     for kind, model in models.items():
-        # Their routers compute in float32.
-        tolerance = (
-            1e-3 if dtype == torch.float32 else 1e-6 if kind in ("Qwen3Moe", "Mixtral") else 1e-10
-        )
-        folder = directory / kind
-        names = ("base", f"{layout} same", f"{layout} tuned")
-        base, same, tuned = (load_all(folder / name) for name in names)
-        assert base.keys() == same.keys()
-        assert all(torch.equal(tensor, same[name].float()) for name, tensor in base.items())
+        has_router = kind in ("Qwen3Moe", "Mixtral")  # which computes in float32
+        tolerance = 1e-3 if dtype == torch.float32 else 1e-6 if has_router else 1e-10
+        base, tuned = (load_all(directory / kind / name) for name in ("base", "tuned"))
+        assert tuned.keys() == base.keys()
         before = {name: p.detach().to(dtype).clone() for name, p in model.named_parameters()}
         reference = build(kind, "cpu", dtype)
         reference.load_state_dict(model.state_dict())
         expected, losses = train_plainly(reference)
-        loss, text = evaluated(plain_state(reference)), continued(reference)
+        loss, text = evaluated(train(reference, None, steps=0)[0]), continued(reference)
         found = {}
         for result in results:
             found |= result[kind][0]
@@ -146,15 +139,13 @@ def check(kinds, layout, world, directory, dtype=torch.float64):
         assert found.keys() == moved.keys()
         assert all(float(change.abs().max()) > 1e-4 for change in moved.values())
         assert relative_error({n: p - before[n] for n, p in found.items()}, moved) < tolerance
-        fk.load_huggingface(reference, folder / f"{layout} tuned")
+        fk.load_huggingface(reference, directory / kind / "tuned")
         assert relative_error(full_tensors(reference), found) == 0
-        assert tuned.keys() == base.keys()
 
 
 @pytest.mark.parametrize(
     ("kinds", "layout"),
     [
-        pytest.param(("Qwen3Moe",), "fsdp2", marks=pytest.mark.oracle),
         (("Llama tied", "Qwen3Moe"), "tp2"),
         (("Llama llama3", "Mixtral"), "pp2"),
     ],
@@ -179,7 +170,7 @@ def _with_their_loss(rank, world, layout):
     return full_tensors(state.model), losses
 
 
-@pytest.mark.parametrize("layout", ["fsdp2", "tp2"])
+@pytest.mark.parametrize("layout", some_of(["fsdp2", "tp2"], "fsdp2"))
 def test_a_loss_that_the_model_computes_is_exact_times_its_count(layout):
     model = build("Llama llama3", "cpu")
     fk.init_weights(model, 0)
@@ -256,18 +247,15 @@ def test_grouped_products_of_experts_train_as_in_one_process(layout, tmp_path):
 
 
 def load_all(directory):
-    found = {}
-    for path in directory.glob("*.safetensors"):
-        found |= load_file(path)
-    return found
+    return dict(
+        item for path in directory.glob("*.safetensors") for item in load_file(path).items()
+    )
 
 
 def test_a_plan_with_a_style_of_theirs_alone_is_refused():
-    from forgekit.parallel.tensor.plan import read_plan
-
     model = build("Llama", "meta")
     model.config.base_model_tp_plan = {"layers.*.mlp.down_proj": "packed_rowwise"}
-    message = r"^the plan of LlamaForCausalLM has 'layers\.\*\.mlp\.down_proj: packed_rowwise', and"
+    message = r"^the plan of LlamaForCausalLM has 'layers\.\*\.mlp\.down_proj: packed_rowwise', a s"
     with pytest.raises(ValueError, match=message):
         read_plan(model, 2)
 

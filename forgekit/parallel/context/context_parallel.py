@@ -39,13 +39,13 @@ class Context(NamedTuple):
     Attributes:
         ring: Ranks in a ring.
         ulysses: Ranks that exchange positions for heads.
-        rank: This rank's position among those that share its sequences.
+        context_rank: This rank's position among those that share its sequences.
         sockets: The model's own sockets, which run whole sequences.
     """
 
     ring: int
     ulysses: int
-    rank: int
+    context_rank: int
     sockets: Sockets
 
 
@@ -95,7 +95,7 @@ def choose_attention(
     if attention != "auto" and not any(m.attend is attend_causal for m in attending):
         raise ValueError(
             f"attention is {attention!r}, and no module of {type(model).__name__} has an 'attend' "
-            "socket with forgekit.model.attend_causal in it. Pass attention='auto'."
+            "socket that forgekit.model.attend_causal is in. Pass attention='auto'."
         )
     floating = (p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = compute or next(floating, torch.float32)
@@ -120,7 +120,6 @@ def apply_context(
     mesh: DeviceMesh,
     method: ContextParallel,
     *,
-    tensor: int = 1,
     kernels: ChosenAttention | None = None,
 ) -> Context:
     """Put attention, and under context parallelism what else it needs, into sockets, in place.
@@ -132,8 +131,6 @@ def apply_context(
             (counts of rows) are replaced where there are such.
         mesh: What ``build_mesh`` returned.
         method: ``"ring"``, ``"ulysses"``, or ``"both"``.
-        tensor: Ranks over which tensor parallelism will shard the heads. Modules with ``query``
-            and ``channels`` say how many there are; others are checked when they run.
         kernels: What computes attention; chosen at each call if None.
 
     Returns:
@@ -147,20 +144,19 @@ def apply_context(
         Unified sequence parallelism, https://arxiv.org/abs/2405.07719
     """
     context, kernels = size_of(mesh, "cp"), kernels or ChosenAttention()
+    attending = {name: m for name, m in model.named_modules() if hasattr(m, "attend")}
     if context == 1:
-        modules = dict(model.named_modules()).items()
-        causal = [name for name, m in modules if getattr(m, "attend", None) is attend_causal]
+        causal = [name for name, m in attending.items() if m.attend is attend_causal]
         _put(model, {name: {"attend": kernels.attend} for name in causal})
         return Context(1, 1, 0, {})
-    attending = [module for module in model.modules() if hasattr(module, "attend")]
     if not attending:
         raise ValueError(
-            f"no module of {type(model).__name__} has an 'attend' socket, which context "
-            f"parallelism (cp {context}) replaces. Let attention call self.attend(q, k, v, "
-            "doc_ids=doc_ids), at first forgekit.model.attend_causal, or leave cp at 1."
+            f"no module of {type(model).__name__} has an 'attend' socket for cp {context}. Let "
+            "attention call self.attend(q, k, v, doc_ids=doc_ids), at first "
+            "forgekit.model.attend_causal, or leave cp at 1."
         )
     # Where modules differ: what divides all of them.
-    heads = math.gcd(*(_local_heads(module, tensor) for module in attending))
+    heads = math.gcd(*(_local_heads(m, size_of(mesh, "tp")) for m in attending.values()))
     ring, ulysses = split_context(context, method, heads or None)
     rank = mesh.get_local_rank("cp")
     shared = {
@@ -209,17 +205,11 @@ def split_context(
         return 1, context
     # Neither 1 nor all of them: that would be a ring, or Ulysses, alone.
     splits = divisors(context)[1:-1]
-    if not splits:
-        raise ValueError(
-            f"context_parallel 'both' needs cp = ring * ulysses with both above 1, and {context} "
-            "has no such factors. Use 'ring' or 'ulysses', or a cp such as 4, 6 or 8."
-        )
     fitting = [u for u in splits if heads is None or heads % u == 0]
     if not fitting:
         raise ValueError(
             f"context_parallel 'both' with cp {context} needs ulysses to be one of {splits} and to "
-            f"divide the {heads} query heads of a rank; none does. Use 'ring', or {splits[0]} "
-            "times as many heads."
+            f"divide the {heads or 'query'} heads of a rank. Use 'ring', or other sizes."
         )
     return context // fitting[-1], fitting[-1]
 
@@ -285,23 +275,18 @@ def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int, kernels: ChosenAtte
     from forgekit.parallel.context.ring_attention import ring_attention
     from forgekit.parallel.context.sequence_exchange import Members, ulysses_attention
 
+    cp, documents = mesh.get_group("cp"), kernels.documents
     if ulysses == 1:
-        return ring_attention(
-            Members.of(mesh.get_group("cp")), kernels.requested, kernels.documents
-        )
+        return ring_attention(Members.of(cp), kernels.requested, documents)
     if ring == 1:
-        return ulysses_attention(
-            Members.of(mesh.get_group("cp")), kernels.attend, kernels.documents
-        )
+        return ulysses_attention(Members.of(cp), kernels.attend, documents)
     dim = (mesh.mesh_dim_names or ()).index("cp")
     # Ranks of cp as [ring, ulysses]: neighbours exchange heads, which moves less than a ring.
     shared = mesh.mesh.movedim(dim, -1).reshape(-1, ring, ulysses)
     rings = Members.of(group_of("ring", shared.mT.reshape(-1, ring).tolist()))
-    return ulysses_attention(
-        Members.of(group_of("ulysses", shared.reshape(-1, ulysses).tolist())),
-        ring_attention(rings, kernels.requested, kernels.documents),
-        kernels.documents,
-    )
+    neighbours = Members.of(group_of("ulysses", shared.reshape(-1, ulysses).tolist()))
+    attend = ring_attention(rings, kernels.requested, documents)
+    return ulysses_attention(neighbours, attend, documents)
 
 
 @torch.compiler.disable()

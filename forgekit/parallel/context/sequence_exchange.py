@@ -220,12 +220,10 @@ def check_heads(heads: int, ulysses: int) -> None:
         ValueError: If they do not; names what would.
     """
     if heads % ulysses:
-        nearest = nearest_multiples(heads, ulysses)
         raise ValueError(
             f"{heads} query heads (a tensor-parallel rank's) must be divisible by ulysses = "
-            f"{ulysses}, the ranks that share them; with {heads} heads that can be one of "
-            f"{divisors(heads)}, with {ulysses} ranks {nearest} heads. A ring "
-            "takes any."
+            f"{ulysses}, the ranks that share them; use one of {divisors(heads)} ranks (with "
+            f"{ulysses}, {nearest_multiples(heads, ulysses)} heads), or a ring."
         )
 
 

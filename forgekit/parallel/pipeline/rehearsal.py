@@ -41,9 +41,8 @@ SIZES = (float("nan"), 1.0, 1e4)
 """Of the stand-ins; thresholds that are usual lie between the second and the third."""
 
 PARAMETER_READ = (
-    "loss_fn reads a parameter of the model; in a pipeline each rank holds some of them, and the "
-    "term would count those of the last stage alone. Use the optimizer's weight decay for an L2 "
-    "term, do it in the model's forward (head=), or use pp=1."
+    "loss_fn reads a parameter of the model, and in a pipeline those of the last stage alone would "
+    "count. Use weight decay for an L2 term, the model's forward (head=), or pp=1."
 )
 
 
@@ -154,7 +153,7 @@ def _watched(stage: Stage, forms: dict[str, Any]) -> Iterator[None]:
         if versions != [tensor._version for tensor in tensors]:
             raise ValueError(
                 f"{name} changes a tensor in place that it is given, which no other pipeline stage "
-                "would see. Write x = x + y in place of x += y, or use pp=1."
+                "would see. Write x = x + y, or use pp=1."
             )
         if not stage.is_last:
             forms[name] = form_of(output)
@@ -186,8 +185,7 @@ def _check_kept(name: str, part: nn.Module, returned: list[Tensor]) -> None:
                 if tensor.grad_fn is not None and not any(tensor is other for other in returned):
                     raise ValueError(
                         f"{name} keeps a differentiable tensor of shape {tuple(tensor.shape)} in "
-                        f"{place}, which other pipeline stages would not see. {RETURN_IT} Detach "
-                        "it if it is only looked at."
+                        f"{place}, which other pipeline stages would not see. {RETURN_IT}"
                     )
 
 
@@ -210,7 +208,7 @@ def _restored(module: nn.Module, shared: Collection[nn.Module]) -> Iterator[None
                 raise ValueError(
                     f"forward changes the buffer {changed[0]!r} of {type(each).__name__}, "
                     "which each pipeline stage has and would change on its own. Move it into a "
-                    "block, count in the training loop, or use pp=1."
+                    "block, or use pp=1."
                 )
     finally:
         with torch.no_grad():

@@ -6,20 +6,18 @@ model's own ``forward`` runs every stage. Positions in lists stay: every paramet
 
 from __future__ import annotations
 
+import bisect
 import copy
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from forgekit.parallel.pipeline.stage import Absent, Stage
-
-SHOWN = 4
-"""Names that an error lists."""
 
 
 @attrs.frozen(eq=False)
@@ -39,9 +37,13 @@ class SplitModel:
     last_blocks: list[str]
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Part:
-    """A child of a module above the parts; ``stage`` is None if every stage has it."""
+    """A child of a module above the parts; ``stage`` is None if every stage has it.
+
+    Before the split the stage is the number of a block, -1 before the blocks, and after them their
+    number.
+    """
 
     parent: nn.Module
     child: str
@@ -72,24 +74,22 @@ def split_model(model: nn.Module, blocks: str, stages: int, mine: Sequence[int])
     """
     names = blocks.split(".")
     path = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
+    parts = list(_parts(path, names))
     costs = [cost_of(block) for _, block in _children(path[-1])]
     if len(costs) < stages:
         raise ValueError(
-            f"{blocks!r} has {len(costs)} blocks for {stages} pipeline stages; each stage needs at "
-            f"least one. Use at least {stages} blocks, or a mesh or pipeline_schedule with at "
-            f"most {len(costs)} stages."
+            f"{blocks!r} has {len(costs)} blocks for {stages} pipeline stages. Use at least "
+            f"{stages} blocks, or a mesh and pipeline_schedule with at most {len(costs)} stages."
         )
-    ends = list(_parts(path, names, [0, len(costs)]))
-    first, last = (sum(cost_of(p.module) for p in ends if p.stage == end) for end in (-1, 1))
+    ends = ([cost_of(p.module) for p in parts if p.stage == end] for end in (-1, len(costs)))
     # Embedding and output count: a large vocabulary takes blocks from the last stage.
-    bounds = balance(costs, stages, first, last)
-    parts = [
-        p if p.stage is None else attrs.evolve(p, stage=min(max(p.stage, 0), stages - 1))
-        for p in _parts(path, names, bounds)
-    ]
+    bounds = balance(costs, stages, *map(sum, ends))
+    for part in parts:
+        if part.stage is not None:
+            part.stage = min(max(bisect.bisect(bounds, part.stage) - 1, 0), stages - 1)
     _check_held(model, path)
-    owners = _owners(parts)
     _check_tied(model, parts)
+    owners = _owners(parts, nn.Module.modules)
     # Copied for each stage: modules on the way to the parts, whose code runs in every stage.
     above = list(dict.fromkeys([*path, *(part.parent for part in parts)]))
     copies: list[tuple[nn.Module, nn.Module]] = []
@@ -152,19 +152,18 @@ def balance(costs: Sequence[float], stages: int, first: float = 0, last: float =
     return best[len(costs)][2]
 
 
-def _parts(path: list[nn.Module], names: list[str], bounds: list[int]) -> Iterator[_Part]:
-    """The children of all modules on the path; those before the blocks have stage -1."""
-    stages = len(bounds) - 1
+def _parts(path: list[nn.Module], names: list[str]) -> Iterator[_Part]:
+    """The children of all modules on the path to the blocks, and the blocks."""
+    blocks = _children(path[-1])
     for depth, (parent, inner) in enumerate(zip(path[:-1], names, strict=True)):
         stage = -1
         for child, module in _children(parent):
             if child == inner:
-                stage = stages
+                stage = len(blocks)
             else:
                 yield from _opened(parent, child, ".".join([*names[:depth], child]), module, stage)
-    for index, (child, module) in enumerate(_children(path[-1])):
-        stage = next(k for k in range(stages) if index < bounds[k + 1])
-        yield _Part(path[-1], child, ".".join([*names, child]), module, stage)
+    for number, (child, module) in enumerate(blocks):
+        yield _Part(path[-1], child, ".".join([*names, child]), module, number)
 
 
 def _opened(
@@ -184,12 +183,14 @@ def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
-def _owners(parts: list[_Part]) -> dict[nn.Module, set[int | None]]:
-    """By module in parts the stages that have it."""
-    owners: dict[nn.Module, set[int | None]] = {}
+def _owners(
+    parts: list[_Part], held_by: Callable[[nn.Module], Iterable[Any]]
+) -> dict[Any, set[int | None]]:
+    """By module, or parameter, in parts the stages that have it."""
+    owners: dict[Any, set[int | None]] = {}
     for part in parts:
-        for module in part.module.modules():
-            owners.setdefault(module, set()).add(part.stage)
+        for held in held_by(part.module):
+            owners.setdefault(held, set()).add(part.stage)
     return owners
 
 
@@ -226,9 +227,8 @@ def _shallow(module: nn.Module) -> nn.Module:
 
 def _refuse_left_out(name: str, *_given: Any) -> None:
     raise ValueError(
-        f"{name} was called on a rank whose pipeline stages do not have it: forward reaches it "
-        "through something else than the model's own modules, such as a plain list or a closure. "
-        "Call it through the model's list of blocks, or use pp=1."
+        f"{name} was called on a rank whose pipeline stages do not have it: through a plain list "
+        "or a closure. Call it through the model's list of blocks, or use pp=1."
     )
 
 
@@ -236,24 +236,19 @@ def _check_held(model: nn.Module, path: list[nn.Module]) -> None:
     if held := [name for module in path for name, _ in module.named_parameters(recurse=False)]:
         raise ValueError(
             f"{type(model).__name__} holds the parameters {held} in itself, or around the list of "
-            "blocks, so no single pipeline stage could own them. Move them into a module before or "
-            "after the blocks."
+            "blocks, where several pipeline stages would. Move them into a module beside the list."
         )
 
 
 def _check_tied(model: nn.Module, parts: list[_Part]) -> None:
-    owners: dict[Tensor, set[int | None]] = {}
-    for part in parts:
-        for parameter in part.module.parameters():
-            owners.setdefault(parameter, set()).add(part.stage)
+    owners = _owners(parts, nn.Module.parameters)
     every_name = model.named_parameters(remove_duplicate=False)
     shared = [name for name, parameter in every_name if len(owners[parameter]) > 1]
     if getattr(getattr(model, "spec", None), "tied", False):
         shared = ["embedding.weight", "output.weight"]
     if shared:
-        more = f" (and {len(shared) - SHOWN} more)" if len(shared) > SHOWN else ""
         raise ValueError(
-            f"{' and '.join(shared[:SHOWN])}{more} are one tensor, or of a module that several "
-            "parts share, which stages on different ranks would each train on their own. Give each "
-            "its own (TransformerSpec(tied=False)), or use pp=1."
+            f"{' and '.join(shared)} are one tensor, or of a module that several parts share, "
+            "which pipeline stages would each train on their own. Give each its own "
+            "(TransformerSpec(tied=False)), or use pp=1."
         )

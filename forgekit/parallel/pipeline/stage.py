@@ -148,10 +148,9 @@ class Stage:
         if run.has_arrived or name not in run.forms.by_part:
             raise ValueError(
                 f"{name}, which pipeline stage {self._holders[name]} holds, is called in stage "
-                f"{self.number} out of turn: a stage runs all of its parts, each block once and in "
-                "order, before the next stage runs any. What is registered before the list of "
-                "blocks belongs to the first stage, what follows it to the last. Move it into the "
-                "blocks, or use pp=1."
+                f"{self.number} out of turn: stages run one after the other, each block once. What "
+                "is registered before the list of blocks belongs to the first, what follows it to "
+                "the last. Move it into the blocks, or use pp=1."
             )
         form = run.forms.at(name, run.shape)
         if name != self._arrival:
@@ -168,10 +167,9 @@ class Stage:
 
     def refuse_use(self, name: str, how: str) -> None:
         """End the stage where a later part is used without being called; refuse an earlier one."""
-        if self._run is not None and self.is_later(name):
-            raise _Reached
-        if self._run is not None:  # no AttributeError, which `getattr` with a default would pass by
-            raise ValueError(elsewhere(name, how))
+        if self._run is not None:
+            # No AttributeError, which `getattr` with a default would pass by.
+            raise _Reached if self.is_later(name) else ValueError(elsewhere(name, how))
 
     def _running(self, name: str) -> Run:
         if self._run is None:
@@ -194,8 +192,7 @@ class Stage:
             if not self.is_last:
                 raise ValueError(
                     f"the model's forward ended in pipeline stage {self.number} without a call of "
-                    "a later stage's part. Call each block in order through the model's own list "
-                    "of blocks."
+                    "a later stage's part. Call each block of the model's own list in order."
                 )
         if self.number and not run.has_arrived:
             raise ValueError(_dropped(self.number, self._arrival, "receives"))
@@ -206,9 +203,8 @@ class Stage:
             raise ValueError(_dropped(self.number, self._departure, "sends"))
         if run.versions != [tensor._version for tensor in tensors_of(run.sent)]:
             raise ValueError(
-                f"what {self._departure} returned is changed in place before the next block, and "
-                "the next pipeline stage would change it once more. Write x = x + y in place of "
-                "x += y, or use pp=1."
+                f"what {self._departure} returned is changed in place before the next block, which "
+                "the next pipeline stage would do once more. Write x = x + y, or use pp=1."
             )
         return run.sent
 
@@ -250,9 +246,8 @@ class Absent(nn.Module):
 def elsewhere(name: str, how: str) -> str:
     """Say that a part is used that another stage holds."""
     return (
-        f"{name or 'a part'}, which another pipeline stage holds, is {how}; a stage can only call "
-        "the parts of others, and only the stream crosses. Return what is needed from the blocks, "
-        "move it into them, or use pp=1."
+        f"{name or 'a part'}, which another pipeline stage holds, is {how}; only what the blocks "
+        "return crosses. Return it, move it into them, or use pp=1."
     )
 
 
@@ -294,7 +289,7 @@ def mapped(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> A
         return value
     raise TypeError(
         f"a pipeline stage cannot send a {type(value).__name__}. Return tensors from the blocks, "
-        "or tuples, lists, dictionaries and dataclasses of tensors."
+        "or tuples, lists, dictionaries and dataclasses of them."
     )
 
 
@@ -307,9 +302,8 @@ def tensors_of(value: Any, kind: type = Tensor) -> list[Any]:
 
 def _dropped(number: int, name: str, does: str) -> str:
     return (
-        f"pipeline stage {number} ran without {name}, whose output it {does}. A pipeline needs a "
-        "forward that calls the parts before the blocks first, and then each block: register what "
-        "runs before them before them, skip within a block, or use pp=1."
+        f"pipeline stage {number} ran without {name}, whose output it {does}. Call the parts that "
+        "are registered before the blocks, then each block; skip within a block, or use pp=1."
     )
 
 

@@ -12,13 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from forgekit.parallel.agreement import Difference, find_difference
 from forgekit.parallel.module_forward import wrap_forward
 from forgekit.parallel.pipeline.rehearsal import draw, rehearse
 from forgekit.parallel.pipeline.schedule import (
@@ -103,22 +104,15 @@ class Stages:
         # Small exchanges go over the processors, so that no host waits for a device.
         has_gloo = "cpu:" in dist.get_backend_config()
         self._wire = CPU if has_gloo else self.device
-        pieces = split_model(model, blocks, self.count, self.mine)
-        self._stages = dict(zip(self.mine, pieces.stages, strict=True))
-        self._copies, self._shared, self._last_blocks = (
-            pieces.copies,
-            pieces.shared,
-            pieces.last_blocks,
-        )
-        self.modules = [stage.module for stage in pieces.stages]
+        self._split = split_model(model, blocks, self.count, self.mine)
+        self._stages = dict(zip(self.mine, self._split.stages, strict=True))
+        self.modules = [stage.module for stage in self._split.stages]
         self._all_known: dict[Hashable, Forms] = {}
         self._known = Forms((), {})
         self._built: OrderedDict[Any, Any] = OrderedDict()
         self._is_broken = False
-        shown = (
-            f"{len(self.mine)} of {self.count} pipeline stages ({', '.join(map(str, self.mine))})"
-        )
-        wrap_forward(model, partial(_refuse_call, f"{shown} of {type(model).__name__}"))
+        shown = f"the pipeline stages {self.mine} of {self.count} of {type(model).__name__}"
+        wrap_forward(model, partial(_refuse_call, shown))
 
     @property
     def has_last(self) -> bool:
@@ -127,7 +121,7 @@ class Stages:
 
     def follow(self) -> None:
         """Bring the copies in the stages up to date with the model's modes and sockets."""
-        for original, twin in self._copies:
+        for original, twin in self._split.copies:
             twin.training = original.training
             vars(twin).update({n: s for n, s in vars(original).items() if n in SOCKETS})
 
@@ -161,8 +155,7 @@ class Stages:
         if self._is_broken:
             error = RuntimeError(
                 "an exception broke off an earlier schedule of this pipeline, and what was on its "
-                "way then would arrive in this step. Start all ranks again and load the last "
-                "checkpoint."
+                "way would arrive in this step. Start all ranks again from the last checkpoint."
             )
         group = self._group if is_alone else None
         # Of each pipeline the largest digest and the smallest, which are the same if all are.
@@ -175,24 +168,20 @@ class Stages:
         *pairs, (failed, rehearses) = table.tolist()
         if not failed and all(largest == -least for largest, least in pairs if largest > -(2**62)):
             return bool(rehearses)
-        text = shown if error is None else f"{type(error).__name__}: {error}"
         members = self._globals if is_alone else range(dist.get_world_size())
         reports: list[Any] = [None] * len(members)
-        mine = self._globals[0], text, error is not None
-        dist.all_gather_object(reports, mine, group=group)
+        text = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(reports, ({self._globals[0]: shown}, text), group=group)
         if error is not None:
             raise error
-        by_rank = dict(zip(members, reports, strict=True))
-        for rank, (_, message, has_failed) in by_rank.items():
-            if has_failed:
+        for rank, (_, message) in zip(members, reports, strict=True):
+            if message is not None:
                 raise RuntimeError(f"rank {rank} of the pipeline: {message}")
-        texts: dict[int, dict[int, str]] = {}
-        for rank, (pipeline, description, _) in by_rank.items():
-            texts.setdefault(pipeline, {})[rank] = description
-        apart = next(each for each in texts.values() if len(set(each.values())) > 1)
+        by_pipeline = [stated for stated, _ in reports]
+        pipeline, *apart = cast("Difference", find_difference(by_pipeline))
         raise ValueError(
             "the ranks of a pipeline came with different micro-batches: "
-            + "; ".join(f"rank {rank} has {description}" for rank, description in apart.items())
+            + "; ".join(f"rank {members[at]} has {by_pipeline[at][pipeline]}" for at in apart)
             + ". Give all of them the same: forgekit.data_ranks(mesh) counts them as one."
         )
 
@@ -232,7 +221,7 @@ class Stages:
             if stage in self.mine:
                 run = partial(compute, stage, self._drawn(stage, shape))
                 try:
-                    report = [rehearse(self._stages[stage], run, self.device, self._shared)]
+                    report = [rehearse(self._stages[stage], run, self.device, self._split.shared)]
                 except Exception as raised:
                     report, error = [f"{type(raised).__name__}: {raised}"], raised
             source = self._owners[stage]
@@ -260,7 +249,7 @@ class Stages:
 
     def passed(self, stage: int, shape: Sequence[int] | None = None) -> list[Leaf]:
         """What a stage sends for a micro-batch of ``[b s]``, by default the rehearsed one's."""
-        part, shape = self._last_blocks[stage], self._known.shape if shape is None else shape
+        part, shape = self._split.last_blocks[stage], self._known.shape if shape is None else shape
         return tensors_of(self._known.at(part, shape), Leaf)
 
     def forward(
@@ -292,12 +281,12 @@ class Stages:
         out = self._stages[stage].run(call, Run(self._known, shape, received, make, arrive))
         if stage == self.count - 1:
             return out
-        block = self._last_blocks[stage]
+        block = self._split.last_blocks[stage]
         if stand_in is None and (due := self._known.at(block, shape)) != form_of(out):
             raise ValueError(
                 f"{block} in stage {stage} returned {form_of(out)} for a micro-batch of "
-                f"{tuple(shape)}; the next stage awaits {due}, as it was in the first one. What "
-                "passes between stages must be [rows positions ...] and of one dtype."
+                f"{tuple(shape)}; the next stage awaits {due}, as in the first one: [rows "
+                "positions ...] of one dtype."
             )
         return tuple(tensor.contiguous() for tensor in tensors_of(out))  # or it cannot be sent
 
@@ -321,15 +310,13 @@ class Stages:
             What ``compute``, or the backward pass, has raised on this rank, for ``agree``. The
             schedule has come to its end all the same, with NaN.
         """
-        from forgekit.parallel.pipeline.torch_stage import Failure
-
         # Torch's schedule walks this rank's row of the table of work: before each forward it waits
         # for the activations, after it sends them on; backward the same the other way round. The
         # stages compute in between, and pull a micro-batch when its turn comes.
         schedule, stages = self._find(micro_batches, shape)
-        failure = Failure()
+        errors: list[Exception] = []
         for stage in stages:
-            stage.compute, stage.failure, stage.has_backward = compute, failure, True
+            stage.compute, stage.errors, stage.has_backward = compute, errors, True
             stage.reduces = reduces
             stage.clear_runtime_states()
         # Torch is given numbers only: as keywords to forward, as targets to the loss.
@@ -341,7 +328,7 @@ class Stages:
             finally:
                 for stage in stages:
                     del stage.compute  # and with it what it holds of this step
-        return failure.error
+        return errors[0] if errors else None
 
     def evaluate(
         self,
@@ -444,6 +431,6 @@ def _has_positions(leaf: Leaf, shape: Sequence[int]) -> bool:
 
 def _refuse_call(part: str, *_args: Any, **_kwargs: Any) -> None:
     raise RuntimeError(
-        f"this rank holds {part}, so it cannot be called on its own. A step (forgekit.accumulate) "
-        "and forgekit.evaluate run it through the pipeline: loss_fn(model, batch) calls its model."
+        f"this rank holds {part}, so it cannot be called on its own. forgekit.accumulate and "
+        "forgekit.evaluate run it through the pipeline."
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,23 +26,16 @@ Compute = Callable[[int, int, tuple[Tensor, ...]], Sequence[Tensor]]
 EDGE = (Leaf((), torch.float32),)
 
 
-@attrs.define
-class Failure:
-    """The first exception of this rank in a step, which its stages share."""
-
-    error: Exception | None = None
-
-
 class TorchStage(PipelineStage):
     """Its ``compute``, set for each step, gives what it sends; of the last stage, the loss.
 
-    After an exception nothing is computed on this rank any more, and NaN is sent in place of it:
-    ranks that wait for a message, or in a collective of FSDP's, come to the end of the schedule,
-    where all of them learn of it.
+    ``errors`` holds the first exception of this rank in a step, for all of its stages. After it
+    nothing is computed on this rank any more, and NaN is sent: ranks that wait for a message, or in
+    a collective of FSDP's, come to the end of the schedule, where all of them learn of it.
     """
 
     compute: Compute
-    failure: Failure
+    errors: list[Exception]
     reduces: bool
     leaves: Sequence[Leaf]
 
@@ -51,13 +43,13 @@ class TorchStage(PipelineStage):
         """Compute; torch gives what was received, if the stage is not the first."""
         received = tuple(map(arrived, args))
         sent = None
-        if self.failure.error is None:
+        if not self.errors:
             try:
                 out = self.compute(self.stage_index, micro_batch, received)
                 # Torch detaches them in place after a backward to the inputs; views cannot be.
                 sent = tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)
             except Exception as error:
-                self.failure.error = error
+                self.errors.append(error)
         sent = self._stand_ins(received) if sent is None else sent
         return sent[0] if self.is_last else sent
 
@@ -65,12 +57,12 @@ class TorchStage(PipelineStage):
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
         """Differentiate; after an exception give NaN for what was received."""
-        if self.failure.error is None:
+        if not self.errors:
             try:
                 return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
             except Exception as error:  # torch's, which lists all tensors
                 cause = error.__cause__
-                self.failure.error = cause if isinstance(cause, Exception) else error
+                self.errors.append(cause if isinstance(cause, Exception) else error)
         given = bwd_kwargs.get("input_values", ())
         return tuple(torch.full_like(x, torch.nan) if _has_slope(x) else None for x in given), []
 

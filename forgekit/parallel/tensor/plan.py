@@ -7,7 +7,6 @@ alike, before the first collective.
 from __future__ import annotations
 
 import difflib
-import math
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from forgekit.checks import divisors, nearest_multiples, quoted
+from forgekit.checks import divisors, nearest_multiples
 from forgekit.model.nf4 import is_packed
 from forgekit.parallel.layout import EXPERT
 
@@ -28,11 +27,6 @@ ROUTED = "routed"
 
 GROUPED = "grouped"
 """The style of experts of transformers, ``[e ...]``: each rank has some of them."""
-
-EXAMPLE = (
-    'plan={"embed": "embedding", "layers.*.up": "colwise", "layers.*.down": "rowwise", '
-    '"head": "colwise"}'
-)
 
 TRANSFORMERS_EXPERTS = "moe_tp_experts"
 """What transformers calls the style of a module of experts, of whose parameters it has entries too.
@@ -72,10 +66,11 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
         return {}
     if plan is None and (plan := model_plan(model, size)) is None:
         raise ValueError(
-            f"tp is {size} and {type(model).__name__} has no plan of its own; pass plan=, for "
-            f"example {EXAMPLE}, or set tp to 1."
+            f"tp is {size} and {type(model).__name__} has no plan of its own; set tp to 1, or pass "
+            'for example plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
         )
     names = dict(model.named_modules(remove_duplicate=False))
+    # A module that has several names is known by the first of them.
     first = {module: name for name, module in reversed(names.items())}
     modules = {name: module for name, module in names.items() if first[module] == name}
     styles: dict[str, Style] = {}
@@ -86,15 +81,16 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
                 f"{', '.join(map(repr, (*KINDS, EXPERT)))}, or a ParallelStyle of torch."
             )
         matched = [first[module] for name, module in names.items() if fnmatchcase(name, pattern)]
-        if style != EXPERT and not matched:
+        if style != EXPERT and not matched:  # see `find_experts`
             nearest = difflib.get_close_matches(pattern, filter(None, names), n=3, cutoff=0.0)
             raise ValueError(
                 f"the plan's pattern {pattern!r} matches no module; the nearest names are "
-                f"{', '.join(map(repr, nearest))}. Correct it or leave it out."
+                f"{', '.join(map(repr, nearest))}."
             )
         styles |= dict.fromkeys(matched, style)
     for name, style in styles.items():
         _check_kind(name, modules[name], style)
+        _check_sizes(name, modules, style, size)
     experts = [pattern for pattern, style in plan.items() if style == EXPERT]
     experts += [f"{name}.router" for name, style in styles.items() if style == ROUTED]
     patterns = [*experts, *(f"{pattern}.*" for pattern in experts)]
@@ -107,13 +103,11 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
     ]
     if unnamed and "sequence" in styles.values():
         raise ValueError(
-            f"the plan shards positions ('sequence') and gives {unnamed} no style; gradients of "
-            "what sees only a rank's positions would stay unsummed. Give each of them one: "
-            "'sequence' for norms, 'heads' for norms of heads, 'replicate' for what sees all "
-            "positions."
+            f"the plan shards positions ('sequence') and gives {unnamed} no style, so gradients "
+            "would stay unsummed. Give each one: 'sequence' for norms, 'heads' for norms of heads, "
+            "'replicate' for what sees all positions."
         )
     styles |= dict.fromkeys(unnamed, "replicate")
-    _check_sizes(modules, styles, size)
     return {name: styles[name] for name in modules if styles.get(name, EXPERT) != EXPERT}
 
 
@@ -143,8 +137,8 @@ def model_plan(model: nn.Module, size: int) -> Plan | None:
     odd = [f"{name}: {style}" for name, style in plan.items() if style not in TRANSFORMERS_STYLES]
     if odd:
         raise ValueError(
-            f"the plan of {type(model).__name__} has {odd[0]!r}, and the styles "
-            f"{[*TRANSFORMERS_STYLES]} are taken over. Pass plan=, or set tp to 1."
+            f"the plan of {type(model).__name__} has {odd[0]!r}, a style that is not known here. "
+            "Pass plan=, or set tp to 1."
         )
     names = {module: name for name, module in model.named_modules()}
     base = names.get(getattr(model, "base_model", model))
@@ -163,21 +157,22 @@ def model_plan(model: nn.Module, size: int) -> Plan | None:
     return styles
 
 
-Sizes = list[tuple[str, int]]
-
-
 class Kind(NamedTuple):
     """What a style is for.
 
     Attributes:
         of: The modules, in words.
         fits: Whether a module is one.
-        sizes: What ``tp`` must divide, with the numbers, by the module and its name.
+        sharded: Of a module, the parameters that ranks share, and the dimension of each.
     """
 
     of: str
     fits: Callable[[Any], bool]
-    sizes: Callable[[Any, str], Sizes] = lambda _m, _name: []
+    sharded: Callable[[Any], Mapping[str, int | None]] = lambda _: {}
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -192,44 +187,30 @@ def _is_norm(module: nn.Module) -> bool:
     return is_leaf and all(p.ndim == 1 for p in module.parameters())
 
 
+def _is_routed(module: Any) -> bool:
+    """A parameter whose width is not said would be whole beside parts, unsummed."""
+    if not hasattr(module, "reduce") or not hasattr(getattr(module, "experts", None), "widths"):
+        return False
+    return all(n in module.experts.widths for n in module.experts._parameters)
+
+
 def _are_grouped(module: Any) -> bool:
     has_experts = hasattr(module, "is_transposed")  # as those of transformers do
     return has_experts and all(len(p) == module.num_experts for p in module.parameters())
 
 
-def _widths(module: Any, name: str) -> Sizes:
-    """The widths that experts state; one that is not would be whole beside parts, unsummed."""
-    experts = module.experts
-    for leaf, _ in experts.named_parameters(recurse=False):
-        if leaf not in experts.widths:
-            raise ValueError(
-                f"'{name}.experts.{leaf}' cannot be tensor-parallel: experts say the widths of "
-                f"{quoted(experts.widths)} only. Add its own, None if every rank needs it whole, "
-                "or use tp=1."
-            )
-    shapes = {leaf: experts.get_parameter(leaf).shape for leaf in experts.widths}
-    return [
-        (f"the width of '{name}.experts.{leaf}'", 0 if dim is None else shapes[leaf][dim])
-        for leaf, dim in experts.widths.items()
-    ]
+def _first_dims(module: nn.Module) -> dict[str, int]:
+    return {name: 0 for name, _ in module.named_parameters(recurse=False)}
 
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "colwise": Kind(
-            "nn.Linear",
-            lambda m: isinstance(m, nn.Linear),
-            lambda m, name: [(f"out_features of {name!r}", m.out_features)],
-        ),
-        "rowwise": Kind(
-            "nn.Linear",
-            lambda m: isinstance(m, nn.Linear),
-            lambda m, name: [(f"in_features of {name!r}", m.in_features)],
-        ),
+        "colwise": Kind("nn.Linear", _is_linear, lambda _: {"weight": 0}),
+        "rowwise": Kind("nn.Linear", _is_linear, lambda _: {"weight": 1}),
         "embedding": Kind(
             "an nn.Embedding without max_norm, sparse and scale_grad_by_freq",
             _is_plain,
-            lambda m, name: [(f"the vocabulary of {name!r}", m.num_embeddings)],
+            lambda _: {"weight": 0},
         ),
         "sequence": Kind(
             "norms and nn.Dropout", lambda m: isinstance(m, nn.Dropout) or _is_norm(m)
@@ -238,21 +219,18 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "channels": Kind(
             "modules of parameters [channels ...] that are no norms",
             lambda m: bool(m._parameters) and "Norm" not in type(m).__name__,
-            lambda m, name: [
-                (f"the first dimension of '{name}.{leaf}'", p.shape[0] if p.ndim else 1)
-                for leaf, p in m.named_parameters(recurse=False)
-            ],
+            _first_dims,
         ),
         "replicate": Kind("any module", lambda _: True),
         ROUTED: Kind(
-            "layers with a router, experts that say their widths, and a `reduce` socket",
-            lambda m: hasattr(m, "reduce") and hasattr(getattr(m, "experts", None), "widths"),
-            _widths,
+            "layers with a router, a `reduce` socket, and experts that say all of their widths",
+            _is_routed,
+            lambda m: {f"experts.{leaf}": dim for leaf, dim in m.experts.widths.items()},
         ),
         GROUPED: Kind(
             "experts of transformers 5, whose parameters are [experts ...]",
             _are_grouped,
-            lambda m, name: [(f"the number of experts of {name!r}", m.num_experts)],
+            _first_dims,
         ),
     }
 )
@@ -263,57 +241,42 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
     if kind is not None and not kind.fits(module):
         is_leaf = next(module.children(), None) is None
         raise ValueError(
-            f"style {style!r} is for {kind.of}; {name!r} is {module if is_leaf else type(module)}. "
-            "Narrow the pattern or choose another style."
+            f"style {style!r} is for {kind.of}; {name!r} is {module if is_leaf else type(module)}."
         )
     weight = module._parameters.get("weight")
     if style != "replicate" and weight is not None and is_packed(weight):
         raise ValueError(
-            f'{name!r} is packed (add_lora(base="nf4")), and a packed matrix is sharded by FSDP '
-            f"alone, not by style {style!r}. Use tp=1, or leave base out."
+            f'{name!r} is packed (add_lora(base="nf4")), which FSDP alone can shard, not style '
+            f"{style!r}. Use tp=1, or leave base out."
         )
     if style in ("colwise", "rowwise", "embedding") and "weight" not in module._parameters:
         raise ValueError(
             f"{name!r} computes its weight (weight norm, a parametrization), so style {style!r} "
-            "has none to shard, and each rank would add up the whole product. Bake the weight in "
-            "(torch.nn.utils.parametrize.remove_parametrizations), or leave tp at 1."
+            "has none to shard, and each rank would add up the whole product. Bake it in "
+            "(torch.nn.utils.parametrize.remove_parametrizations), or use tp=1."
         )
 
 
-def _check_sizes(modules: Mapping[str, nn.Module], styles: Mapping[str, Style], size: int) -> None:
-    for name, style in styles.items():
-        parent = modules.get(name.rpartition(".")[0])
-        if style == "colwise" and parent is not None and _head_channels(parent):
-            _check_heads(name.rpartition(".")[0], parent, styles, size)
-    for name, style in styles.items():
-        kind = KINDS.get(style) if isinstance(style, str) else None
-        for dimension, number in kind.sizes(modules[name], name) if kind else ():
-            if number % size:
-                raise ValueError(
-                    f"{dimension} is {number}, which tp {size} must divide; "
-                    f"{nearest_multiples(number, size)}. Change it, or tp to one of "
-                    f"{divisors(number)}."
-                )
+def _check_sizes(name: str, modules: Mapping[str, nn.Module], style: Style, size: int) -> None:
+    module, parent = modules[name], modules.get(name.rpartition(".")[0])
+    kind = KINDS.get(style) if isinstance(style, str) else None
+    for leaf, dim in kind.sharded(module).items() if kind is not None else ():
+        if dim is None:
+            continue
+        number = (*module.get_parameter(leaf).shape, 1)[dim]
+        shown = f"dimension {dim} of '{name}.{leaf}'"
+        # Whole heads stay on one rank: as many query heads everywhere, and key and value heads.
+        channels = _head_channels(parent) if style == "colwise" else 0
+        if channels and number % channels == 0:
+            number, shown = number // channels, f"the number of heads of {name!r}"
+        if number % size:
+            raise ValueError(
+                f"{shown} is {number}, which tp {size} must divide; "
+                f"{nearest_multiples(number, size)}. Change it, or tp to one of {divisors(number)}."
+            )
 
 
-def _check_heads(name: str, parent: nn.Module, styles: Mapping[str, Style], size: int) -> None:
-    """Whole heads stay on one rank: as many query heads everywhere, and key and value heads."""
-    channels = _head_channels(parent)
-    projections = {
-        leaf: int(child.out_features) // channels  # pyright: ignore[reportArgumentType]
-        for leaf, child in parent.named_children()
-        if styles.get(f"{name}.{leaf}" if name else leaf) == "colwise"
-    }
-    if any(heads % size for heads in projections.values()):
-        shown = ", ".join(f"{leaf} {heads}" for leaf, heads in projections.items())
-        raise ValueError(
-            f"the heads of {name!r} ({shown}; {channels} channels each) must be divisible by tp "
-            f"{size}, key and value heads too. Change their numbers, or tp to one of "
-            f"{divisors(math.gcd(*projections.values()))}."
-        )
-
-
-def _head_channels(parent: nn.Module) -> int:
+def _head_channels(parent: nn.Module | None) -> int:
     for name in ("channels", "head_dim"):
         if isinstance(value := getattr(parent, name, None), int) and value > 0:
             return value

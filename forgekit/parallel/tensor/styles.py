@@ -29,6 +29,9 @@ Forward = Callable[..., Any]
 POSITIONS = Shard(1)
 """Activations are ``[b s d]``."""
 
+EVERYWHERE = Replicate()
+"""What all ranks have alike."""
+
 
 def apply_alike(module: nn.Module, mesh: DeviceMesh) -> None:
     """Let every rank compute the same, in place: plain activations in and out.
@@ -55,13 +58,13 @@ def apply_colwise(module: nn.Linear, mesh: DeviceMesh, *, is_logits: bool) -> No
     wrap_forward(module, partial(_project_out, module, mesh, is_logits))
 
 
-def apply_rowwise(module: nn.Linear, mesh: DeviceMesh, *, sequence: bool) -> None:
+def apply_rowwise(module: nn.Linear, mesh: DeviceMesh, output: Placement) -> None:
     """Shard a projection by its inputs, in place: this rank's channels in, sums over ranks out.
 
     Args:
         module: A projection of ``d`` to ``e`` channels.
         mesh: The ranks, a mesh of one dimension whose size divides ``d``.
-        sequence: Whether the output is this rank's positions ``[b s/tp e]``, else all of them.
+        output: ``POSITIONS`` for this rank's ``[b s/tp e]``, or ``EVERYWHERE`` for all of them.
     """
     bias = module.bias
     # A bias is added once, to the sum: it stays whole, or each rank would add it.
@@ -70,7 +73,6 @@ def apply_rowwise(module: nn.Linear, mesh: DeviceMesh, *, sequence: bool) -> Non
     module.bias = _shard(bias, mesh, Replicate()) if bias is not None else bias
     if isinstance(module, LoraLinear):
         module.add_up, module.drop = partial(_sum_parts, mesh), partial(_drop_channels, mesh)
-    output = POSITIONS if sequence else Replicate()
     wrap_forward(module, partial(_project_in, module, mesh, output))
 
 
@@ -94,7 +96,7 @@ def apply_channels(module: nn.Module, mesh: DeviceMesh) -> None:
     wrap_forward(module, partial(with_local_parameters, [module], Shard(0)))
 
 
-def apply_routed(module: Any, mesh: DeviceMesh, *, sequence: bool) -> None:
+def apply_routed(module: Any, mesh: DeviceMesh, output: Placement) -> None:
     """Let each rank compute a part of every expert's sum, in place; routers see all positions.
 
     So counts, capacity and terms are those of one process, on each rank. Those of the first rank
@@ -103,7 +105,7 @@ def apply_routed(module: Any, mesh: DeviceMesh, *, sequence: bool) -> None:
     Args:
         module: A layer with a ``router``, ``experts`` with ``widths``, and a ``reduce`` socket.
         mesh: The ranks, a mesh of one dimension.
-        sequence: Whether the output is this rank's positions ``[b s/tp d]``, else all of them.
+        output: ``POSITIONS`` for this rank's ``[b s/tp d]``, or ``EVERYWHERE`` for all of them.
     """
     # All ranks route alike, and each gives a part of the gradient: that of its widths.
     router, experts = module.router, module.experts
@@ -113,7 +115,7 @@ def apply_routed(module: Any, mesh: DeviceMesh, *, sequence: bool) -> None:
         placed = Replicate() if dim is None else Shard(dim)
         experts.register_parameter(leaf, _shard(experts.get_parameter(leaf), mesh, placed))
     wrap_forward(experts, partial(with_local_parameters, [experts], None))
-    module.reduce = partial(_add_up, mesh, POSITIONS if sequence else Replicate())
+    module.reduce = partial(_add_up, mesh, output)
 
 
 def apply_grouped(module: Any, mesh: DeviceMesh) -> None:
@@ -145,7 +147,7 @@ def apply_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
     wrap_forward(module, partial(_gathered, module, mesh))
 
 
-def apply_embedding(module: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -> None:
+def apply_embedding(module: nn.Embedding, mesh: DeviceMesh, output: Placement) -> None:
     """Shard an embedding by vocabulary rows, in place.
 
     Not ``RowwiseParallel``: its backward builds the gradient of all rows on every rank, and it
@@ -154,10 +156,9 @@ def apply_embedding(module: nn.Embedding, mesh: DeviceMesh, *, sequence: bool) -
     Args:
         module: An embedding ``[v d]``.
         mesh: The ranks, a mesh of one dimension whose size divides ``v``.
-        sequence: Whether the output is this rank's positions ``[b s/tp d]``, else all of them.
+        output: ``POSITIONS`` for this rank's ``[b s/tp d]``, or ``EVERYWHERE`` for all of them.
     """
     _distribute(module, mesh, Shard(0))
-    output = POSITIONS if sequence else Replicate()
     wrap_forward(module, partial(_embed, module, mesh, output))
 
 
@@ -225,8 +226,7 @@ def _project_in(
         out = with_local_parameters([module], partial(_gradient, Shard(1)), forward, x)
     finally:
         module._parameters = sharded
-    parts = DTensor.from_local(out, mesh, (Partial(),), run_check=False)
-    out = parts.redistribute(placements=(output,)).to_local()
+    out = _sum_parts(mesh, out, output)
     bias = to_local(bias, Partial() if output == POSITIONS else Replicate())
     return out if bias is None else out + bias
 
@@ -265,9 +265,7 @@ def _compute_some(
 
 def _add_up(mesh: DeviceMesh, output: Placement, compute: Forward, x: Tensor) -> Tensor:
     """``[b s d]`` -> ``[b s d]``, or this rank's positions of it."""
-    # Parts of a sum: reduced where all positions are wanted, scattered where only this rank's are.
-    parts = DTensor.from_local(compute(take_whole(x, mesh)), mesh, (Partial(),), run_check=False)
-    return parts.redistribute(placements=(output,)).to_local()
+    return _sum_parts(mesh, compute(take_whole(x, mesh)), output)
 
 
 def _gathered(module: nn.Module, mesh: DeviceMesh, forward: Forward, x: Tensor) -> DTensor:
@@ -282,29 +280,36 @@ def _drop(module: nn.Dropout, mesh: DeviceMesh, forward: Forward, x: Tensor) -> 
     """``[b s/tp d]`` -> ``[b s/tp d]``."""
     if not module.training or module.p == 0:
         return x
-    size, rank = mesh.size(), mesh.get_local_rank()
-    whole = x.new_ones(x.shape[0], x.shape[1] * size, *x.shape[2:])
-    # A copy, so that backward does not keep the whole mask.
-    return x * forward(whole).chunk(size, 1)[rank].clone()
+    return x * _mask_here(mesh, x, forward)
 
 
 def _drop_channels(mesh: DeviceMesh, x: Tensor, p: float) -> Tensor:
-    """``[n d/tp]`` -> the same, from a mask that every rank draws whole."""
-    size, rank = mesh.size(), mesh.get_local_rank()
-    # From the generator that tp ranks share, so that slices belong to one mask.
-    whole = F.dropout(x.new_ones(x.shape[0], x.shape[1] * size), p)
-    return x * whole.chunk(size, 1)[rank].clone()
+    """``[n d/tp]`` -> the same."""
+    return x * _mask_here(mesh, x, partial(F.dropout, p=p))
 
 
-def _sum_parts(mesh: DeviceMesh, parts: Tensor) -> Tensor:
-    return DTensor.from_local(parts, mesh, (Partial(),), run_check=False).full_tensor()
+def _mask_here(mesh: DeviceMesh, x: Tensor, drop: Callable[[Tensor], Tensor]) -> Tensor:
+    """Draw the whole mask, from the generator that tp ranks share, and take this rank's slice."""
+    whole = x.new_ones(x.shape[0], x.shape[1] * mesh.size(), *x.shape[2:])
+    # A copy, so that backward does not keep the whole mask.
+    return drop(whole).chunk(mesh.size(), 1)[mesh.get_local_rank()].clone()
+
+
+def _sum_parts(mesh: DeviceMesh, parts: Tensor, output: Placement = EVERYWHERE) -> Tensor:
+    """Add up parts: reduced where all positions are wanted, scattered where this rank's are."""
+    sums = DTensor.from_local(parts, mesh, (Partial(),), run_check=False)
+    return sums.redistribute(placements=(output,)).to_local()
 
 
 def _embed(
     module: nn.Embedding, mesh: DeviceMesh, output: Placement, forward: Forward, ids: Tensor
 ) -> Tensor:
     """``[b s]`` -> ``[b s d]``, or this rank's positions of it."""
-    _check_positions(ids, mesh, output)
+    if output == POSITIONS and ids.shape[1] % mesh.size():  # else a gather would hang
+        raise ValueError(
+            f"input_ids has {ids.shape[1]} positions, which tp {mesh.size()} must divide; "
+            f"{nearest_multiples(ids.shape[1], mesh.size())}. Pad them (labels -100)."
+        )
     rows = module.num_embeddings // mesh.size()
     first = mesh.get_local_rank() * rows
     is_here = (ids >= first) & (ids < first + rows)
@@ -320,15 +325,4 @@ def _embed(
     finally:
         module.padding_idx = padding
     # `where`, not a product: weights may be infinite.
-    x = torch.where(is_here[..., None], x, 0.0)
-    shards = DTensor.from_local(x, mesh, (Partial(),), run_check=False)
-    return shards.redistribute(placements=(output,)).to_local()
-
-
-def _check_positions(ids: Tensor, mesh: DeviceMesh, output: Placement) -> None:
-    size = mesh.size()
-    if output == POSITIONS and ids.shape[1] % size:
-        raise ValueError(
-            f"input_ids has {ids.shape[1]} positions, which tp {size} must divide; "
-            f"{nearest_multiples(ids.shape[1], size)}. Pad them (labels -100) or change the mesh."
-        )
+    return _sum_parts(mesh, torch.where(is_here[..., None], x, 0.0), output)

@@ -42,6 +42,8 @@ from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from forgekit.parallel.tensor.plan import GROUPED, ROUTED, Style
 from forgekit.parallel.tensor.styles import (
+    EVERYWHERE,
+    POSITIONS,
     apply_alike,
     apply_channels,
     apply_colwise,
@@ -89,15 +91,16 @@ def apply_plan(
         return {}
     modules = dict(model.named_modules()) if modules is None else modules
     present = set(model.modules())
-    sequence = "sequence" in styles.values()
-    heads = _logit_modules(styles)
+    output = POSITIONS if "sequence" in styles.values() else EVERYWHERE
+    logits = {modules[name] for name in _logit_modules(styles)}
     apply: dict[str, Callable[[Any, DeviceMesh], None]] = {
-        "rowwise": partial(apply_rowwise, sequence=sequence),
-        "embedding": partial(apply_embedding, sequence=sequence),
+        "colwise": lambda module, mesh: apply_colwise(module, mesh, is_logits=module in logits),
+        "rowwise": partial(apply_rowwise, output=output),
+        "embedding": partial(apply_embedding, output=output),
         "sequence": apply_sequence,
         "heads": apply_heads,
         "channels": apply_channels,
-        ROUTED: partial(apply_routed, sequence=sequence),
+        ROUTED: partial(apply_routed, output=output),
         GROUPED: apply_grouped,
         "replicate": apply_alike,
     }
@@ -112,8 +115,6 @@ def apply_plan(
             parallelize_module(module, mesh, style, src_data_rank=None)
             if any(not isinstance(p, DTensor) for p in module.parameters(recurse=False)):
                 apply_alike(module, mesh)
-        elif style == "colwise":
-            apply_colwise(cast("nn.Linear", module), mesh, is_logits=name in heads)
         else:
             apply[style](module, mesh)
     # Each module has made a DTensor of its own from what was one parameter.
@@ -166,8 +167,8 @@ def share_again(model: nn.Module, names: list[str]) -> None:
         if isinstance(first, DTensor) and first.placements != other.placements:
             raise ValueError(
                 f"{names[0]!r} and {name!r} are one parameter and the plan shards them "
-                f"differently ({first.placements[0]!r}, {other.placements[0]!r}). Give both styles "
-                "that shard alike, as 'embedding' and 'colwise' do."
+                f"differently ({first.placements[0]!r}, {other.placements[0]!r}). Give both one "
+                "that shards alike, as 'embedding' and 'colwise' do."
             )
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path).register_parameter(leaf, model.get_parameter(names[0]))
