@@ -19,14 +19,14 @@ import shutil
 import sys
 import textwrap
 import tomllib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
-from cattrs import Converter
 
 from forgekit.checks import path_problem
 from forgekit.environment import end_launcher
@@ -47,18 +47,13 @@ class ConfigError(ValueError):
     """Everything that is wrong with a configuration, not only the first mistake.
 
     Attributes:
-        problems: Pairs of dotted path and text.
+        errors: A sentence per mistake, beginning with its path; nothing that a terminal would obey.
     """
 
-    def __init__(self, problems: Iterable[tuple[str, str]]) -> None:
-        self.problems = list(problems)
+    def __init__(self, problems: Problems) -> None:
+        texts = [f"{path}: {text}" if path else text for path, text in problems]
+        self.errors = [printable(f"{text.rstrip('.')}.").replace("\n", "\\n") for text in texts]
         super().__init__("\n".join(self.errors))
-
-    @property
-    def errors(self) -> list[str]:
-        """One sentence per problem, beginning with its path; nothing that a terminal would obey."""
-        texts = [f"{path}: {text}" if path else text for path, text in self.problems]
-        return [printable(f"{text.rstrip('.')}.").replace("\n", "\\n") for text in texts]
 
 
 def key(default: Any, text: str, *, at_least: float | None = None, inf: bool = False) -> Any:
@@ -100,7 +95,7 @@ def load_config(
 
     A value is read as TOML and, where it is not TOML, as text; so ``optim.lr=1e-4`` is a float and
     ``precision=bf16`` needs no quotes. ``none`` empties a key that may be None, unless text is
-    allowed there. The last of repeated overrides counts.
+    allowed there. The last of repeated files and overrides counts.
 
     Args:
         cls: An attrs class; a field that holds another attrs class is a section of dotted keys.
@@ -128,13 +123,19 @@ def load_config(
         _print_help(cls, program)
         raise SystemExit(0)
     files, overrides, problems = _split(arguments)
-    tree, file_problems = _read_files(cls, files)
-    problems += file_problems
+    tree, unread = _defaults(cls), []
+    for file in files:
+        try:  # some editors begin a file with a mark
+            tree = _merge(cls, tree, tomllib.loads(Path(file).read_text(encoding="utf-8-sig")))
+        except OSError as error:
+            unread.append(("--config", f"cannot read {file} ({error.strerror})"))
+        except ValueError as error:  # neither TOML nor, perhaps, UTF-8
+            unread.append(("--config", f"{file} is not valid TOML: {error}"))
     for path, value in overrides:
-        tree = _put(cls, tree, path.split("."), _parse(value), path, problems)
+        tree = _put(cls, tree, path.split("."), _parse(value))
     config, wrong = _read_all(cls, tree)
-    # Keys may be missing only because the file could not be read.
-    problems += [p for p in wrong if not (file_problems and p[1].startswith(REQUIRED))]
+    # Keys may be missing only because a file could not be read.
+    problems += [*unread, *(p for p in wrong if not (unread and p[1].startswith(REQUIRED)))]
     if problems:
         lines = [f"{program}: the configuration was refused.", *ConfigError(problems).errors]
         tell_once("\n  ".join(lines) + f"\n{program} --help lists every key.")
@@ -195,8 +196,10 @@ def to_dict(config: Any) -> dict[str, Any]:
     return _plain(config)
 
 
-def keys_of(cls: Any, tree: Mapping[str, Any] | None = None, prefix: str = "") -> Iterator[Key]:
-    """All dotted keys of ``cls``, in the order of its fields."""
+def keys_of(
+    cls: Any, tree: Mapping[str, Any] | None = None, prefix: str = ""
+) -> Iterator[tuple[str, Any, str, str]]:
+    """All dotted keys of ``cls`` in the order of its fields: name, type, default, description."""
     tree, texts = _defaults(cls) if tree is None else tree, _descriptions(cls)
     for alias, field in _fields(cls).items():
         name, section = f"{prefix}{alias}", _section(field.type)
@@ -204,25 +207,13 @@ def keys_of(cls: Any, tree: Mapping[str, Any] | None = None, prefix: str = "") -
         if section is None or default is None:
             shown = "required" if field.default is attrs.NOTHING else "computed"
             shown = shown if default is attrs.NOTHING else _show(default)
-            text = field.metadata.get("help", texts.get(field.name, ""))
-            yield Key(name, field.type, shown, text)
+            yield name, field.type, shown, field.metadata.get("help", texts.get(field.name, ""))
         if section is not None:
-            yield from keys_of(
-                section, default if isinstance(default, Mapping) else None, f"{name}."
-            )
+            inner = default if isinstance(default, Mapping) else None
+            yield from keys_of(section, inner, f"{name}.")
         for item in filter(attrs.has, get_args(field.type) if section is None else ()):
             middle = ".NAME." if get_origin(field.type) is dict else "[]."
             yield from keys_of(item, None, f"{name}{middle}")
-
-
-@attrs.frozen
-class Key:
-    """One line of ``--help``."""
-
-    name: str
-    kind: Any
-    default: str
-    text: str
 
 
 def name_of(kind: Any) -> str:
@@ -290,33 +281,27 @@ def _merge(kind: Any, old: Any, new: Any) -> Any:
     return {**base, **{k: _merge(types[k], base.get(k), value) for k, value in new.items()}}
 
 
-def _put(kind: Any, tree: Any, parts: list[str], value: Any, path: str, problems: Problems) -> Any:
+def _put(kind: Any, tree: Any, parts: list[str], value: Any) -> Any:
     """Put a value at a dotted key; what lies beside it stays."""
     if not parts:
         return _merge(kind, tree, value)
     section = _section(kind)
     if section is not None and not (isinstance(tree, Mapping) or tree in (None, "none")):
-        above = ".".join(path.split(".")[: -len(parts)])
-        problems.append((path, f"{above} was set to {_typed(tree)}, which has no keys"))
-        return tree
+        return tree  # model=3 model.dim=4: reading the tree names the 3
     first, *rest = parts
     base = tree if isinstance(tree, Mapping) else _defaults(section) if section else {}
     fields = _fields(section) if section else {}
     inner = fields[first].type if first in fields else None
-    return {**base, first: _put(inner, base.get(first), rest, value, path, problems)}
+    return {**base, first: _put(inner, base.get(first), rest, value)}
 
 
 def _read_all(cls: Any, tree: Mapping[str, Any]) -> tuple[Any, Problems]:
     """Read a whole tree; unknown keys get the nearest one."""
-    config, problems = None, []
-    with _collecting(problems):
-        config = _CONVERTER.structure(tree, cls)
-    names = [key.name for key in keys_of(cls)]
+    problems: Problems = []
+    config = _read(tree, cls, "", problems)
+    names = [name for name, *_ in keys_of(cls)]
     names += {name.rpartition(".")[0] for name in names if "." in name}
-    suggest = [
-        (p, UNKNOWN + _nearest(p, names) if text is UNKNOWN else text) for p, text in problems
-    ]
-    return config, suggest
+    return config, [(p, UNKNOWN + _nearest(p, names) if t is UNKNOWN else t) for p, t in problems]
 
 
 def _nearest(path: str, names: list[str]) -> str:
@@ -329,135 +314,101 @@ def _nearest(path: str, names: list[str]) -> str:
     return f"; the nearest is {nearest}" if nearest else "; no key resembles it"
 
 
-@contextmanager
-def _collecting(problems: Problems, prefix: str = "") -> Iterator[None]:
-    """Add what a ``ConfigError`` carries to the problems, its paths below a prefix."""
-    try:
-        yield
-    except ConfigError as error:
-        for path, text in error.problems:
-            dot = "." if prefix and path and not path.startswith("[") else ""
-            problems.append((f"{prefix}{dot}{path}", text))
+def _read(value: Any, kind: Any, path: str, problems: Problems) -> Any:
+    """Read a value as its type says, coercing nothing: cattrs would read 7.9 as 7.
+
+    Every mistake is added to ``problems``; what is returned beside one is of no use.
+    """
+    container, kinds = get_origin(kind) or kind, get_args(kind)
+    if container in (Union, UnionType):
+        return _read_union(value, kind, path, problems)
+    if attrs.has(kind) and isinstance(value, Mapping):
+        return _read_section(value, kind, path, problems)
+    if container is dict and isinstance(value, Mapping):
+        inner = kinds[1] if kinds else Any
+        return {k: _read(item, inner, f"{path}.{k}", problems) for k, item in value.items()}
+    if container in (list, tuple) and isinstance(value, list | tuple):
+        kinds = kinds or (Any, ...)
+        kinds = (kinds[0],) * len(value) if container is list or kinds[-1] is ... else kinds
+        if len(kinds) == len(value):
+            items = enumerate(zip(value, kinds, strict=True))
+            return container(_read(item, k, f"{path}[{i}]", problems) for i, (item, k) in items)
+        text = f"expected {len(kinds)} values for {name_of(kind)}, read {_typed(value)}"
+        return problems.append((path, text))
+    if container is Literal:
+        if any(type(choice) is type(value) and choice == value for choice in kinds):
+            return value
+        close = difflib.get_close_matches(str(value), map(str, kinds), n=1, cutoff=0.5)
+        nearest = f"; the nearest is {close[0]}" if close else ""
+        choices = ", ".join(map(str, kinds))
+        return problems.append((path, f"expected one of {choices}, read {_typed(value)}{nearest}"))
+    return _read_scalar(value, kind, path, problems)
 
 
-def _read_section(value: Any, cls: Any) -> Any:
-    if not isinstance(value, Mapping):
-        raise _mismatch(value, cls)
-    fields, values = _fields(cls), {}
-    problems: Problems = [(name, UNKNOWN) for name in value if name not in fields]
+def _read_section(value: Mapping[str, Any], cls: Any, path: str, problems: Problems) -> Any:
+    fields, values, before = _fields(cls), {}, len(problems)
+    dot = f"{path}." if path else ""
+    problems += [(f"{dot}{name}", UNKNOWN) for name in value if name not in fields]
     for alias, field in fields.items():
-        with _collecting(problems, alias):
-            if alias in value:
-                read = _CONVERTER.structure(value[alias], field.type)  # pyright: ignore[reportArgumentType]
-                values[alias] = read
-                if field.validator and not field.converter:  # now: no refusal hides the next
-                    with suppress(AttributeError):  # it compares with a field not yet read
-                        _refusing(field.validator, SimpleNamespace(**values), field, read)
-            elif field.default is attrs.NOTHING:
-                raise _refusal(f"{REQUIRED}; expected {name_of(field.type)}")
-    if problems:
-        raise ConfigError(problems)
-    return _refusing(cls, **values)
+        if alias in value:
+            wrong: Problems = []
+            read = _read(value[alias], field.type, f"{dot}{alias}", wrong)
+            problems += wrong
+            if wrong:
+                continue
+            values[alias] = read
+            if field.validator and not field.converter:  # now: no refusal hides the next
+                given = SimpleNamespace(**values)
+                with suppress(AttributeError):  # it compares with a field not yet read
+                    _call(f"{dot}{alias}", problems, field.validator, given, field, read)
+        elif field.default is attrs.NOTHING:
+            problems.append((f"{dot}{alias}", f"{REQUIRED}; expected {name_of(field.type)}"))
+    return _call(path, problems, partial(cls, **values)) if len(problems) == before else None
 
 
-def _refusing(call: Callable[..., Any], *args: Any, **values: Any) -> Any:
+def _call(path: str, problems: Problems, check: Callable[..., Any], *args: Any) -> Any:
     """Call what a class checks itself with; its refusals are mistakes of the configuration."""
     try:
-        return call(*args, **values)
+        return check(*args)
     except (TypeError, ValueError) as error:
-        raise _refusal(str(error.args[0]) if error.args else repr(error)) from None
+        return problems.append((path, str(error.args[0]) if error.args else repr(error)))
 
 
-def _read_union(value: Any, kind: Any) -> Any:
+def _read_union(value: Any, kind: Any, path: str, problems: Problems) -> Any:
     arms = [arm for arm in _arms(kind) if arm is not NoneType]
     is_text = str in arms or any("none" in get_args(arm) for arm in arms)
     if NoneType in _arms(kind) and (value is None or (value == "none" and not is_text)):
         return None
     if Path in arms and Url in arms:  # each would refuse with less to say
         arms.remove(Path if is_url(value) else Url)
-    if len(arms) == 1:
-        return _CONVERTER.structure(value, arms[0])
     for arm in arms:
-        with suppress(ConfigError):
-            return _CONVERTER.structure(value, arm)
-    raise _mismatch(value, kind)
+        wrong: Problems = []
+        read = _read(value, arm, path, wrong)
+        if not wrong:
+            return read
+    return problems.extend(wrong if len(arms) == 1 else [(path, _mismatch(value, kind))])
 
 
-def _read_choice(value: Any, kind: Any) -> Any:
-    choices = get_args(kind)
-    if any(type(choice) is type(value) and choice == value for choice in choices):
-        return value
-    names = list(map(str, choices))
-    close = difflib.get_close_matches(str(value), names, n=1, cutoff=0.5)
-    nearest = f"; the nearest is {close[0]}" if close else ""
-    raise _refusal(f"expected one of {', '.join(names)}, read {_typed(value)}{nearest}")
-
-
-def _read_sequence(value: Any, kind: Any) -> Any:
-    if not isinstance(value, list | tuple):
-        raise _mismatch(value, kind)
-    container, kinds = get_origin(kind) or kind, get_args(kind) or (Any, ...)
-    kinds = (kinds[0],) * len(value) if container is list or kinds[-1] is ... else kinds
-    if len(kinds) != len(value):
-        raise _refusal(f"expected {len(kinds)} values for {name_of(kind)}, read {_typed(value)}")
-    labels = (f"[{index}]" for index in range(len(value)))
-    return container(_read_items(zip(labels, value, kinds, strict=True)).values())
-
-
-def _read_table(value: Any, kind: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise _mismatch(value, kind)
-    inner = get_args(kind)[1] if get_args(kind) else Any
-    return _read_items((name, item, inner) for name, item in value.items())
-
-
-def _read_items(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
-    """Read labelled values of some type each; all mistakes are named."""
-    problems: Problems = []
-    read = {}
-    for label, value, kind in items:
-        with _collecting(problems, label):
-            read[label] = _CONVERTER.structure(value, kind)
-    if problems:
-        raise ConfigError(problems)
-    return read
-
-
-def _read_scalar(value: Any, kind: Any) -> Any:
+def _read_scalar(value: Any, kind: Any, path: str, problems: Problems) -> Any:
     if kind is Url and is_url(value):
         return Url(value.rstrip("/"))
+    if kind is Path and is_url(value):  # as a path it would be a folder of this machine
+        text = f"expected a path, read the URL {value}; a key that takes URLs too is declared as "
+        return problems.append((path, f"{text}forgekit.Location in the recipe's Config"))
     if kind is Path and isinstance(value, str | Path):
-        if is_url(value):
-            raise _refusal(
-                f"expected a path, read the URL {value}; a key that takes URLs too is declared "
-                "as forgekit.Location in the recipe's Config"
-            )
         if wrong := path_problem(str(value)):
-            raise _refusal(f"the path {wrong}")
+            return problems.append((path, f"the path {wrong}"))
         return Path(value).expanduser()
     if kind is float and (type(value) is int or value in ("inf", "-inf")):  # config.json's
         return float(value)
-    if type(value) is not kind:
-        raise _mismatch(value, kind)
-    if value != value:
-        raise _refusal("read nan, which is not a number; write one, or inf for no bound")
-    return value
+    if kind is Any or (type(value) is kind and value == value):  # nan does not
+        return value
+    if kind not in SCALARS and not isinstance(value, (*SCALARS, list, tuple, Mapping, NoneType)):
+        return value  # no file holds it: a default such as a function
+    return problems.append((path, _mismatch(value, kind)))
 
 
-def _read_unsupported(value: Any, kind: Any) -> Any:
-    if isinstance(value, (*SCALARS, list, tuple, Mapping, NoneType)) and kind is not Any:
-        raise TypeError(
-            f"a configuration class cannot have a field of type {name_of(kind)}; use int, float, "
-            "bool, str, Path, Literal, list, tuple, dict[str, ...], None, or an attrs class."
-        )
-    return value  # no file holds it: a default such as a function
-
-
-def _refusal(text: str) -> ConfigError:
-    return ConfigError([("", text)])
-
-
-def _mismatch(value: Any, kind: Any) -> ConfigError:
+def _mismatch(value: Any, kind: Any) -> str:
     hint = ""
     if kind is bool:
         hint = "; write true or false"
@@ -465,28 +416,7 @@ def _mismatch(value: Any, kind: Any) -> ConfigError:
         hint = f"; quotes make it text: '\"{value}\"'"
     elif (get_origin(kind) or kind) in (list, tuple):
         hint = """; write TOML, such as '[1, 2]' or '["a", "b"]'"""
-    return _refusal(f"expected {name_of(kind)}, read {_typed(value)}{hint}")
-
-
-def _strict_converter() -> Converter:
-    """A converter that coerces nothing: cattrs by itself reads 7.9 as 7 and text as a list."""
-    converter = Converter()
-    hooks = (  # the hook that was registered last is asked first
-        (lambda _: True, _read_unsupported),
-        (lambda kind: get_origin(kind) is Literal, _read_choice),
-        (lambda kind: get_origin(kind) in (Union, UnionType), _read_union),
-        (lambda kind: (get_origin(kind) or kind) in (list, tuple), _read_sequence),
-        (lambda kind: (get_origin(kind) or kind) is dict, _read_table),
-        (attrs.has, _read_section),
-    )
-    for accepts, hook in hooks:
-        converter.register_structure_hook_func(accepts, hook)
-    for kind in SCALARS:
-        converter.register_structure_hook(kind, _read_scalar)
-    return converter
-
-
-_CONVERTER = _strict_converter()
+    return f"expected {name_of(kind)}, read {_typed(value)}{hint}"
 
 
 def _typed(value: Any) -> str:
@@ -518,20 +448,6 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]], 
         else:
             overrides.append((name, value))
     return files, overrides, problems
-
-
-def _read_files(cls: Any, files: list[str]) -> tuple[dict[str, Any], Problems]:
-    """Merge at most one file into the defaults, and say what is wrong with it."""
-    tree = _defaults(cls)
-    if len(files) > 1:
-        return tree, [("--config", f"given {len(files)} times, but one file is read; merge them")]
-    try:  # some editors begin a file with a mark
-        texts = [Path(file).read_text(encoding="utf-8-sig") for file in files]
-        return _merge(cls, tree, tomllib.loads("".join(texts))), []
-    except OSError as error:
-        return tree, [("--config", f"cannot read {files[0]} ({error.strerror})")]
-    except ValueError as error:  # neither TOML nor, perhaps, UTF-8
-        return tree, [("--config", f"{files[0]} is not valid TOML: {error}")]
 
 
 def _parse(text: str) -> Any:
@@ -571,7 +487,7 @@ def _print_help(cls: type, program: str) -> None:
     table.add_column("KEY", no_wrap=True)
     for title in ("TYPE", "DEFAULT", ""):
         table.add_column(title, overflow="fold")
-    for line in keys_of(cls):
-        table.add_row(line.name, name_of(line.kind), line.default, line.text)
+    for name, kind, default, text in keys_of(cls):
+        table.add_row(name, name_of(kind), default, text)
     console.print(f"usage: {program} [--config FILE.toml] [KEY=VALUE | --KEY=VALUE ...]\n")
     console.print(table)

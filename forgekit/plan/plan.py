@@ -8,7 +8,7 @@ after the other, each given what the others have broadcast to it; all others do 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from operator import itemgetter
 from typing import Any
@@ -166,9 +166,14 @@ class Plan:
 
     def __str__(self) -> str:
         """Sizes above 1, and what was changed beside them."""
-        sizes = " x ".join(f"{name} {size}" for name, size in self.layout.items() if size > 1)
         changed = (f"{name}={value}" for name, value in self.changed.items())
-        return ", ".join([sizes or "1 rank", *changed])
+        return ", ".join([named(self.layout), *changed])
+
+
+def named(layout: Mapping[str, int]) -> str:
+    """Write a layout by its sizes above 1."""
+    sizes = (f"{name}={size}" for name, size in layout.items() if size > 1)
+    return " ".join(sizes) or "one device"
 
 
 def plan_step(job: Job) -> Plan:
@@ -371,28 +376,17 @@ def show_plan(plan: Plan, console: Console) -> None:
             text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
             console.print(f"{name.replace('_', ' '):<36}{text}", markup=False)
     names = (*CATEGORIES, "peak")
-    sizes = [
-        (rank["rank"], rank["pp"], *(f"{rank['memory'][name] / GIB:.3f}" for name in names))
-        for rank in plan.ranks
-    ]
-    console.print(table("memory in GiB, the most of each", ("rank", "pp", *names), sizes))
-    sent = [
-        (one["op"], one["dimension"], f"{one['count']:,}", f"{one['bytes'] / 2**20:,.2f}")
-        for one in plan.collectives
-    ]
-    names = ("op", "dimension", "count", "MiB")
-    console.print(table("collectives of a rank in a step", names, sent))
+    memory = Table("rank", "pp", *names, title="memory in GiB, the most of each")
+    for rank in plan.ranks:
+        sizes = (f"{rank['memory'][name] / GIB:.3f}" for name in names)
+        memory.add_row(str(rank["rank"]), str(rank["pp"]), *sizes)
+    traffic = Table("op", "dimension", "count", "MiB", title="collectives of a rank in a step")
+    for one in plan.collectives:
+        mib = f"{one['bytes'] / 2**20:,.2f}"
+        traffic.add_row(one["op"], one["dimension"], f"{one['count']:,}", mib)
+    for table in (memory, traffic):
+        table.title_justify = "left"
+        console.print(table)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     have = f"of the {plan.memory_limit / GIB:.1f} GiB that tensors can have on a device"
     console.print(f"{verdict}: {plan.peak / GIB:.2f} GiB at the peak, {have}", markup=False)
-
-
-def table(title: str, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Lay out rows of values, numbers to the right."""
-    lines = Table(title=title, title_justify="left")
-    for name in names:
-        is_text = name in ("op", "dimension", "layout", "fits")
-        lines.add_column(name, justify="left" if is_text else "right")
-    for row in rows:
-        lines.add_row(*map(str, row))
-    return lines

@@ -38,8 +38,6 @@ from forgekit.verification.result import SPLIT, VerifyCheck, VerifyReport
 Progress = Callable[[str], None]
 ONE_PROCESS = "one process"
 RANKS_OF_A_CORE = 32
-RANK_BYTES = 2**28
-"""What a rank takes of the memory beside its model, more or less."""
 
 
 @attrs.frozen(kw_only=True)
@@ -87,8 +85,7 @@ def verify(
         A report: every parameter's error, the loss, the norm, and the dimension that breaks.
 
     Raises:
-        ValueError: If the layout cannot be, ``build`` cannot be imported by other processes, or
-            this is a rank of a launcher already.
+        ValueError: If the layout cannot be, or this is a rank of a launcher already.
     """
     options = VerifyOptions(
         mask=mask, split=split, tolerance=tolerance, timeout_s=timeout_s, progress=progress
@@ -109,14 +106,16 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
         options: As for ``verify``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"this is one of {os.environ['WORLD_SIZE']} ranks; verify starts its ranks by itself, "
-            "so start it as one process, without torchrun or srun."
-        )
+        world = os.environ["WORLD_SIZE"]
+        raise ValueError(f"this is one of {world} ranks; verify starts its ranks by itself.")
     # On as few ranks as the layout has: what is left over (-1) is 1.
     spec = MeshSpec(**{name: max(size, 1) for name, size in attrs.asdict(layout).items()})
     resolve_sizes(spec, world_of(spec))
-    _check_machine(world_of(spec))
+    if world_of(spec) > (most := RANKS_OF_A_CORE * len(os.sched_getaffinity(0))):
+        raise ValueError(
+            f"the layout has {world_of(spec):,} ranks, each a process here, and these cores run at "
+            f"most {most}. Verify it with smaller sizes of its dimensions."
+        )
     with tempfile.TemporaryDirectory(prefix="forgekit-verify-") as folder:
         job = RankJob(setup=setup, spec=spec, folder=Path(folder), mask=options.mask)
         try:
@@ -126,24 +125,11 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
             return VerifyReport(layout=name, failure=str(error), tolerance=tolerance)
 
 
-def _check_machine(world: int) -> None:
-    """Refuse more ranks than this machine can run before the time is over."""
-    cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    most = min(RANKS_OF_A_CORE * cores, max(memory // RANK_BYTES, 1))
-    if world > most:
-        raise ValueError(
-            f"the layout has {world:,} ranks, each a process here, and {cores} cores with "
-            f"{memory / 2**30:.1f} GiB run at most {most}. Verify it with smaller sizes of its "
-            "dimensions."
-        )
-
-
 def _verify(job: RankJob, options: VerifyOptions) -> VerifyReport:
     spec, began = job.spec, time.monotonic()
     _say(options, _line(spec))
     ranks = _run(job, options)  # first: its own batches and weights are what all others get
-    check = VerifyCheck(name=_name(spec), ranks=world_of(spec), seconds=time.monotonic() - began)
+    seconds = time.monotonic() - began
     job = attrs.evolve(job, start=_start(ranks), batches=_all_batches(ranks, spec))
     _say(options, "one process, with plain autograd")
     began = time.monotonic()
@@ -159,7 +145,8 @@ def _verify(job: RankJob, options: VerifyOptions) -> VerifyReport:
     comparison = Comparison(job.folder, job.start or {}, expected)
     notes = _notes(expected, job.start or {})
     report = comparison.report(_name(spec), ranks, options.tolerance, notes)
-    checks, broken = [attrs.evolve(check, error=report.error)], ()
+    first = {"name": _name(spec), "ranks": world_of(spec), "seconds": seconds}
+    checks, broken = [VerifyCheck(**first, error=report.error)], ()
     if expected.merged is not None:
         seconds, error = time.monotonic() - began, comparison.merged_error(expected.merged)
         checks.append(VerifyCheck(name=SPLIT, ranks=1, seconds=seconds, error=error))
@@ -195,7 +182,7 @@ def _bisect(
             if part in checks or part == job.spec:
                 continue
             checks[part] = _try(attrs.evolve(job, spec=part), options, comparison)
-            if not checks[part].error <= options.tolerance:
+            if not checks[part].error <= options.tolerance:  # so that NaN counts
                 broken += names or [ONE_PROCESS]
         if broken:
             return [*checks.values()], tuple(dict.fromkeys(broken))
