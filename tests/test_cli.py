@@ -277,13 +277,12 @@ def test_a_list_that_nobody_gets_is_an_error_unless_the_reader_left(redirection,
     assert (done.returncode, done.stderr) == (code, shown)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["ls"], ["cp", "pretrain", "--force"]], ids=" ".join)
-def test_what_computes_nothing_takes_0_3_seconds_of_cpu_at_most(words, here):
+def test_what_computes_nothing_takes_0_3_seconds_of_cpu_at_most():
     """Of CPU, the least of up to ten: on a busy machine a process may need twice what it needs."""
     seconds = []
     while not seconds or (min(seconds) > 0.3 and len(seconds) < 10):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "forgekit", *words], capture_output=True, check=True)
+        subprocess.run([sys.executable, "-m", "forgekit", "ls"], capture_output=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert 0 < min(seconds) <= 0.3, seconds

@@ -103,9 +103,7 @@ def test_what_a_page_tells_to_type_exists(page, capsys):
         "forgekit nothing",
         "forgekit report runs/a --outer",
         "forgekit cp pretrained my.py",
-        "forgekit plan pretrain mesh.xp=2 --world 8",
         "torchrun --nproc-per-node 8 my.py model.dim=wide",
-        "sbatch train.sh pretrain.py runs/a --config pretrain_7_gpus.toml",
     ],
 )
 def test_a_line_that_does_not_work_is_found(line, capsys):
@@ -129,17 +127,6 @@ def test_options_in_the_text_exist(capsys):
             found = {flag for span in spans for flag in re.findall(r"(?<!\S)--[\w.-]+", span)}
             check_keys(RECIPES / "pretrain.py", [f"{f}=1e-4" for f in found if "." in f])
             assert {flag for flag in found if "." not in flag} <= known, page
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize("page", ["README.md", "docs/plan.md"])
-def test_a_plan_on_a_page_is_of_a_run_that_starts(page, capsys):
-    text = PAGES[page].read_text()
-    plans = [line for line in lines_of(text) if line.startswith("forgekit plan ")]
-    assert plans
-    for line in plans:
-        words = shlex.split(line.replace(" my.py ", " pretrain "))[1:]
-        assert main(words) == 0, capsys.readouterr()
 
 
 def several_ranks():

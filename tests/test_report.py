@@ -119,7 +119,7 @@ def test_the_headline_has_the_numbers_that_one_looks_for(tmp_path):
     assert found["MFU"] == "25.0%"
     assert found["wall time"] == "1:30:00, starts: 2"
     assert found["time in steps"] == "0:00:20, 25.0% waiting for data"
-    assert found["peak memory"] == "256 MiB"
+    assert found["peak memory"] == "0.25 GiB"
     assert found["status"].startswith("finished; step 40 of ?, 2026-01-03")
 
 
@@ -157,13 +157,6 @@ def test_one_evaluation_is_a_number_and_no_chart(tmp_path):
     assert ["eval/held_out/bits_per_byte", "1.25 at step 3", "1.25 at step 3"] in page.rows
 
 
-@pytest.mark.parametrize(("config", "has_mask"), [({}, False), ({"data": {"doc_ids": True}}, True)])
-def test_a_plain_causal_mask_is_not_drawn(tmp_path, config, has_mask):
-    lines(tmp_path / "metrics.jsonl", few(1))  # no chart
-    (tmp_path / "config.json").write_text(json.dumps({"model": {"dim": 8}} | config))
-    assert ("Who attends to whom" in page_of(tmp_path, charts=True).text) is has_mask
-
-
 def test_numbers_that_no_axis_can_hold_are_named_and_left_out(tmp_path):
     """An integer of 400 digits, and a float whose axis would overflow."""
     rows = few(30)
@@ -177,7 +170,7 @@ def test_numbers_that_no_axis_can_hold_are_named_and_left_out(tmp_path):
     assert plot_losses(tmp_path / "metrics.jsonl", tmp_path / "a.png").is_file()
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "history.jsonl", "config.json", "samples/a.txt"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples/a.txt"])
 def test_a_pipe_in_place_of_a_file_is_left_out(tmp_path, name):
     """Opening one would wait for a writer that never comes."""
     lines(tmp_path / "metrics.jsonl", rows_of(3))
@@ -236,11 +229,6 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path):
     assert "step 3" in text
 
 
-def test_a_run_that_has_failed_before_its_first_row_has_a_page(tmp_path):
-    (tmp_path / "status.json").write_text('{"status": "failed", "reason": "ValueError: no"}')
-    assert "ValueError: no" in page_of(tmp_path).text
-
-
 def test_twenty_thousand_steps_keep_their_spike(tmp_path):
     report_runs.write_long(tmp_path / "metrics.jsonl", 20_000)
     page = page_of(tmp_path, charts=True)
@@ -264,13 +252,10 @@ def test_without_matplotlib_the_page_has_its_tables(tmp_path, run, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], r"nowhere has no row of metrics and no status\.json\. +Name a run directory"),
         (["empty"], r"empty has no row of metrics and no status\.json\. +Name a run directory"),
         (["broken"], r"line 1 is 'step 1 loss 3'\. Name a run directory"),
-        (["run", "--out", "empty"], r"empty would not open in a browser; name a file"),
         (["run", "--out", "page.pdf"], r"page\.pdf would not open in a browser"),
         (["run", "--out", "file/a.html"], r"no page was written: .*file.*\. Name one with --out\."),
-        (["run", "--watch"], r"unrecognized arguments: --watch"),
     ],
 )
 def test_what_is_no_run_exits_2(arguments, message, tmp_path, monkeypatch, capsys):
@@ -280,11 +265,7 @@ def test_what_is_no_run_exits_2(arguments, message, tmp_path, monkeypatch, capsy
     (tmp_path / "broken/metrics.jsonl").write_text("step 1 loss 3\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("no metrics\n")
-    try:
-        code = main(["report", *arguments])
-    except SystemExit as stop:  # argparse
-        code = stop.code
-    assert code == 2
+    assert main(["report", *arguments]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not list(tmp_path.rglob("*.html"))
 
@@ -305,12 +286,7 @@ def loss_rows(count, scale=1.0):
 def test_each_curve_is_in_the_picture(tmp_path, monkeypatch):
     """Without pyplot, whose global figures belong to the user's own script."""
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    changes = {
-        "train/loss": 6.0,
-        "train/lr": 0.01,
-        "eval/held_out/loss": 4.0,
-        "eval/b/loss": 3.0,
-    }
+    changes = {"train/loss": 6.0, "train/lr": 0.01, "eval/held_out/loss": 4.0, "eval/b/loss": 3.0}
     pictures = []
     for change in ({}, {}, *({key: value} for key, value in changes.items())):
         rows = loss_rows(40)
@@ -325,11 +301,10 @@ def test_each_curve_is_in_the_picture(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "rows",
     [
-        [{"step": 1, "train/loss": 3.0, "train/lr": 0.1}],
         [{"step": 1, "eval/held_out/loss": 3.0}],
         [{"step": 1, "train/loss": None, "train/lr": 0.1}, {"step": 2, "train/loss": 3.0}],
     ],
-    ids=["one row", "evaluation alone", "first loss not finite"],
+    ids=["evaluation alone", "first loss not finite"],
 )
 def test_short_runs_have_a_picture_too(tmp_path, rows):
     path = plot_losses(lines(tmp_path / "m.jsonl", rows), tmp_path / "m.png")
@@ -357,21 +332,17 @@ def test_the_picture_shows_the_loads(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("draw", "rows", "error", "message"),
+    ("draw", "rows", "message"),
     [
-        (plot_losses, [{"step": 1, "train/loss": None}], ValueError, "1 rows and no finite loss"),
-        (plot_expert_loads, loads([]), ValueError, r"has no moe/load/\.\.\. in it\. Log them: "),
+        (plot_losses, [{"step": 1, "train/loss": None}], "1 rows and no finite loss"),
+        (plot_expert_loads, loads([]), r"has no moe/load/\.\.\. in it\. Log them: "),
     ],
 )
-def test_nothing_to_draw_is_an_error_and_no_picture(tmp_path, draw, rows, error, message):
-    path = lines(tmp_path / "m.jsonl", rows)
-    with pytest.raises(error, match=message):
-        draw(path, tmp_path / "m.png")
-    assert not (tmp_path / "m.png").exists()
-
-
-@pytest.mark.parametrize("draw", [plot_losses, plot_expert_loads])
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch, draw):
+def test_nothing_to_draw_is_an_error_and_no_picture(tmp_path, monkeypatch, draw, rows, message):
+    path, picture = lines(tmp_path / "m.jsonl", rows), tmp_path / "m.png"
+    with pytest.raises(ValueError, match=message):
+        draw(path, picture)
+    assert not picture.exists()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'pip install "forgekit\[plot\]"'):
-        draw(lines(tmp_path / "m.jsonl", loads([1])), tmp_path / "m.png")
+        draw(path, picture)
