@@ -381,8 +381,9 @@ def _read_union(value: Any, kind: Any, path: str, problems: Problems) -> Any:
         return None
     if Path in arms and Url in arms:  # each would refuse with less to say
         arms.remove(Path if is_url(value) else Url)
+    wrong: Problems = []
     for arm in arms:
-        wrong: Problems = []
+        wrong = []
         read = _read(value, arm, path, wrong)
         if not wrong:
             return read

@@ -463,8 +463,8 @@ def _svg(figure: Figure, css_class: str = "") -> str:
 
     picture = io.StringIO()
     # Points less than a pixel beside a line are left out: of 300,000 rows 60 kB stay, all spikes.
-    drawn = {"path.simplify_threshold": 1.0, "svg.fonttype": "none", "svg.hashsalt": "forgekit"}
-    with rc_context(drawn):
+    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "forgekit"}
+    with rc_context(settings | {"path.simplify_threshold": 1.0}):
         figure.savefig(picture, format="svg", metadata={"Date": None})
     return f'<svg class="{css_class}"' + picture.getvalue().partition("<svg")[2]
 

@@ -109,6 +109,16 @@ class PlannedRank:
             if call.op != "all_to_all" and all(part in HIDDEN for part in name.split("+"))
         )
 
+    @property
+    def traffic(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Count and bytes of its collectives, by kind and mesh dimension."""
+        sums: dict[tuple[str, str], tuple[int, int]] = {}
+        for call, count in self.work.calls.items():
+            key = call.op, self.dimensions[call]
+            before, size = sums.get(key, (0, 0))
+            sums[key] = before + count, size + count * call.size
+        return sums
+
 
 @attrs.frozen(kw_only=True)
 class Plan:
@@ -189,9 +199,12 @@ def plan_step(job: Job) -> Plan:
         PlanError: If the step reads a number that only computation would give.
         Exception: What ``setup`` or the step raises, as on the machines.
     """
-    machine = MACHINES[job.device]
-    ranks = plan_ranks(job)
-    first = ranks[0]
+    return summed(job, plan_ranks(job))
+
+
+def summed(job: Job, ranks: list[PlannedRank]) -> Plan:
+    """Add up what one rank of each pipeline position does."""
+    machine, first = MACHINES[job.device], ranks[0]
     seconds = [estimate(machine, job.node_size, rank.work, rank.hidden) for rank in ranks]
     bubble = 0.0
     if job.pp > 1:
@@ -217,7 +230,7 @@ def plan_step(job: Job) -> Plan:
         bubble=bubble,
         memory_limit=limit,
         ranks=[{"rank": one.rank, "pp": pp, "memory": one.memory} for pp, one in enumerate(ranks)],
-        collectives=_traffic(ranks),
+        collectives=_most_traffic(ranks),
     )
 
 
@@ -351,21 +364,16 @@ class _Marked:
             yield batch
 
 
-def _traffic(ranks: list[PlannedRank]) -> list[dict[str, Any]]:
-    """Collectives by kind and dimension, of the rank that has the most of each."""
-    most: dict[tuple[str, str], dict[str, Any]] = {}
+def _most_traffic(ranks: list[PlannedRank]) -> list[dict[str, Any]]:
+    """Collectives by kind and dimension, of the rank that has the most bytes of each."""
+    most: dict[tuple[str, str], tuple[int, int]] = {}
     for rank in ranks:
-        sums: dict[tuple[str, str], dict[str, Any]] = {}
-        for call, count in rank.work.calls.items():
-            op, dimension = call.op, rank.dimensions[call]
-            empty = {"op": op, "dimension": dimension, "count": 0, "bytes": 0}
-            one = sums.setdefault((op, dimension), empty)
-            one["count"] += count
-            one["bytes"] += count * call.size
-        most |= {
-            key: max(one, most.get(key, one), key=itemgetter("bytes")) for key, one in sums.items()
-        }
-    return [most[key] for key in sorted(most)]
+        for key, sent in rank.traffic.items():
+            most[key] = max(sent, most.get(key, sent), key=itemgetter(1))
+    return [
+        {"op": op, "dimension": dimension, "count": count, "bytes": size}
+        for (op, dimension), (count, size) in sorted(most.items())
+    ]
 
 
 def show_plan(plan: Plan, console: Console) -> None:

@@ -90,11 +90,12 @@ def sweep(
 def _first_that_fits(
     spec: MeshSpec, changes: Sequence[Changes], plan: Callable[[MeshSpec, Changes], Plan]
 ) -> Plan:
-    for change in changes:
-        planned = attrs.evolve(plan(spec, change), changed=dict(change))
+    *first, last = changes
+    for change in first:
+        planned = plan(spec, change)
         if planned.fits:
-            break
-    return planned
+            return attrs.evolve(planned, changed=dict(change))
+    return attrs.evolve(plan(spec, last), changed=dict(last))
 
 
 def order_of(plan: Plan) -> tuple[bool, float]:
