@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import re
 import sys
 from html.parser import HTMLParser
@@ -148,15 +147,6 @@ def test_lines_are_where_the_numbers_are(page):
     assert np.allclose((y - y[0]) / (y[-1] - y[0]), (steps**2 - 1) / (40**2 - 1), atol=1e-3)
 
 
-def test_one_evaluation_is_a_number_and_no_chart(tmp_path):
-    rows = few(3)
-    rows[-1] |= {"eval/held_out/loss": 2.5, "eval/held_out/bits_per_byte": 1.25}
-    lines(tmp_path / "metrics.jsonl", rows)
-    page = page_of(tmp_path, charts=True)
-    assert "Evaluation: bits per byte" not in page.text
-    assert ["eval/held_out/bits_per_byte", "1.25 at step 3", "1.25 at step 3"] in page.rows
-
-
 def test_numbers_that_no_axis_can_hold_are_named_and_left_out(tmp_path):
     """An integer of 400 digits, and a float whose axis would overflow."""
     rows = few(30)
@@ -168,17 +158,6 @@ def test_numbers_that_no_axis_can_hold_are_named_and_left_out(tmp_path):
         ["2 of 30 rows, step 5 first"]
     ]
     assert plot_losses(tmp_path / "metrics.jsonl", tmp_path / "a.png").is_file()
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "samples/a.txt"])
-def test_a_pipe_in_place_of_a_file_is_left_out(tmp_path, name):
-    """Opening one would wait for a writer that never comes."""
-    lines(tmp_path / "metrics.jsonl", rows_of(3))
-    (tmp_path / "status.json").write_text('{"status": "finished"}')
-    (tmp_path / "samples").mkdir()
-    (tmp_path / name).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / name)
-    assert "cannot be read: [Errno 22] Not a regular file" in page_of(tmp_path).text
 
 
 def test_a_run_that_nobody_holds_is_killed_and_one_that_is_held_runs(tmp_path):
@@ -229,10 +208,12 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path):
     assert "step 3" in text
 
 
-def test_twenty_thousand_steps_keep_their_spike(tmp_path):
-    report_runs.write_long(tmp_path / "metrics.jsonl", 20_000)
+def test_of_many_steps_each_spike_stays(tmp_path):
+    rows = few(20_000)
+    rows[9_999]["train/loss"], rows[14_000]["train/loss"] = 1e6, None
+    lines(tmp_path / "metrics.jsonl", rows)
     page = page_of(tmp_path, charts=True)
-    assert len(page.source) < 5e6
+    assert len(page.source) < 2e5
     assert "1 rows above, the largest 1 M" in page.text
     x, y = curve_of(page, "Loss")
     steps = (x - x[0]) / (x[-1] - x[0]) * 19_999 + 1
@@ -273,42 +254,20 @@ def test_what_is_no_run_exits_2(arguments, message, tmp_path, monkeypatch, capsy
 # Pictures
 
 
-def loss_rows(count, scale=1.0):
-    rows = [
-        {"step": step, "train/loss": scale * (2 + 5 / step), "train/lr": 1e-3 / step}
-        for step in range(1, count + 1)
-    ]
-    rows[count // 2]["train/loss"] = None
-    rows[-1]["eval/held_out/loss"] = scale * 2.1
-    return rows
-
-
 def test_each_curve_is_in_the_picture(tmp_path, monkeypatch):
     """Without pyplot, whose global figures belong to the user's own script."""
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     changes = {"train/loss": 6.0, "train/lr": 0.01, "eval/held_out/loss": 4.0, "eval/b/loss": 3.0}
     pictures = []
     for change in ({}, {}, *({key: value} for key, value in changes.items())):
-        rows = loss_rows(40)
-        rows[-1] |= change
+        rows = rows_of(40)
+        rows[0]["train/loss"] = None
+        rows[-1] |= {"eval/held_out/loss": 2.1} | change
         path = lines(tmp_path / "m.jsonl", rows)
         pictures.append(plot_losses(path, tmp_path / "new" / "m.png").read_bytes())
     assert pictures[0].startswith(b"\x89PNG\r\n\x1a\n")
     assert pictures[0] == pictures[1]
     assert len(set(pictures)) == 1 + len(changes)
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [{"step": 1, "eval/held_out/loss": 3.0}],
-        [{"step": 1, "train/loss": None, "train/lr": 0.1}, {"step": 2, "train/loss": 3.0}],
-    ],
-    ids=["evaluation alone", "first loss not finite"],
-)
-def test_short_runs_have_a_picture_too(tmp_path, rows):
-    path = plot_losses(lines(tmp_path / "m.jsonl", rows), tmp_path / "m.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def loads(steps, load=1.0, layers=2):

@@ -6,7 +6,7 @@ import io
 import os
 import re
 import socket
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -97,9 +97,8 @@ def test_what_a_file_system_cannot_do_says_what_that_means(
 
 def test_a_lock_that_two_get_is_no_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
-    checks = {check.name: check for check in check_folder(tmp_path)}
-    assert checks["lock"].outcome == "note"
-    assert "a file was locked twice" in checks["lock"].text
+    (check,) = (check for check in check_folder(tmp_path) if check.name == "lock")
+    assert (check.outcome, check.text[:26]) == ("note", "a file was locked twice. S")
 
 
 @pytest.mark.parametrize("below", [".", "a/b"])
@@ -136,17 +135,3 @@ def test_ranks_that_do_not_share_a_folder_are_named(tmp_path):
         assert shared.outcome == "BAD"
         assert shared.text.startswith("ranks 1, 2 do not see a file that rank 0 writes into ")
         assert shared.text.endswith("or choose an out= that all machines share.")
-
-
-def test_ranks_that_do_not_come_are_named_with_what_to_look_at(tmp_path, monkeypatch):
-    """Ranks that never began have no stack, and no heading for one. Theirs wait for a reader."""
-    for rank in range(2):
-        os.mkfifo(tmp_path / f"rank{rank}.log")
-    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.5)
-    monkeypatch.setattr(doctor.tempfile, "TemporaryDirectory", lambda: nullcontext(tmp_path))
-    (check,) = doctor.check_two_ranks(tmp_path)
-    assert check.outcome == "BAD"
-    assert check.text == (
-        "of 2 ranks 0, 1 did not finish within 0.5 s. "
-        "Look at /etc/hosts and the firewall: ranks talk over TCP."
-    )
