@@ -176,7 +176,7 @@ def structure(cls: type[ConfigT], mapping: Mapping[str, Any]) -> ConfigT:
     return config
 
 
-def to_dict(config: Any) -> dict[str, Any]:
+def to_dict(config: Any) -> Any:
     """Turn a configuration into plain values for ``config.json``; ``structure`` reads them back.
 
     Args:
@@ -193,7 +193,14 @@ def to_dict(config: Any) -> dict[str, Any]:
         >>> to_dict(Config())
         {'out': 'runs', 'betas': [0.9, 0.95]}
     """
-    return _plain(config)
+    if attrs.has(type(config)):
+        fields = _fields(type(config)).items()
+        return {alias: to_dict(getattr(config, field.name)) for alias, field in fields}
+    if isinstance(config, Mapping):
+        return {name: to_dict(item) for name, item in config.items()}
+    if isinstance(config, list | tuple):
+        return [to_dict(item) for item in config]
+    return str(config) if isinstance(config, Path | Url) else config
 
 
 def keys_of(
@@ -257,18 +264,8 @@ def _defaults(cls: Any) -> dict[str, Any]:
         elif default is attrs.NOTHING and (section := _section(field.type)) is not None:
             default = _defaults(section)
         if default is not attrs.NOTHING:
-            tree[alias] = _plain(default)
+            tree[alias] = to_dict(default)
     return tree
-
-
-def _plain(value: Any) -> Any:
-    if attrs.has(type(value)):
-        return {k: _plain(getattr(value, field.name)) for k, field in _fields(type(value)).items()}
-    if isinstance(value, Mapping):
-        return {name: _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path | Url) else value
 
 
 def _merge(kind: Any, old: Any, new: Any) -> Any:

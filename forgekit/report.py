@@ -17,7 +17,6 @@ from datetime import UTC, datetime, timedelta
 from html import escape
 from importlib.metadata import version as version_of
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -388,7 +387,7 @@ def _headline(run: Run) -> dict[str, str]:
     best = [(run.finite(name).min(), name) for name in _losses(run) if name != "train/loss"]
     seconds = _over_steps(run, "perf/step_seconds")
     waiting = _over_steps(run, "perf/data_wait_seconds") / max(seconds, 1e-9)
-    in_steps, in_all = (timedelta(seconds=round(s)) for s in (seconds, _wall_seconds(run)))
+    in_steps = timedelta(seconds=round(seconds))
     peak = run.finite("memory/peak_gib")
     mfu = run.recent("perf/mfu")
     return {
@@ -401,7 +400,7 @@ def _headline(run: Run) -> dict[str, str]:
         "targets per second": _short(run.recent("perf/tokens_per_second")),
         "MFU": "-" if mfu is None else f"{mfu:.1%}",
         "time in steps": f"{in_steps}, {waiting:.1%} waiting for data",
-        "wall time": f"{in_all}, starts: {len(starts)}",
+        "starts": str(len(starts)),
         "peak memory": f"{peak.max():.3g} GiB" if len(peak) else "-",
         "bad steps": str(len(_bad_steps(run))),
     }
@@ -632,17 +631,7 @@ def _phases(run: Run) -> Iterator[float]:
 def _over_steps(run: Run, metric: str) -> float:
     """A number of each step, summed over all steps up to the last row."""
     steps, values = run.column(metric)
-    return (
-        float(np.nansum(values * np.diff(steps, prepend=min(0, *steps[:1])))) if len(steps) else 0.0
-    )
-
-
-def _wall_seconds(run: Run) -> float:
-    """From each start to what was heard of it last, without the time between them."""
-    events = [*run.files["history"], run.files["status"]]
-    at = [(e.get("event"), datetime.fromisoformat(e["time"])) for e in events if "time" in e]
-    spans = (end - begin for (_, begin), (kind, end) in pairwise(at) if kind != "started")
-    return sum(span.total_seconds() for span in spans)
+    return float(np.nansum(values * np.diff(steps, prepend=min([0, *steps[:1]]))))
 
 
 def _trend(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

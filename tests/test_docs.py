@@ -47,8 +47,11 @@ def test_the_examples_of_a_page_run(page, least, tmp_path, monkeypatch):
     assert result.failed == 0, "".join(said)
 
 
-@pytest.mark.parametrize("page", ["adapters.md", "foreign.md"])
-def test_the_script_of_a_page_trains(page, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("page", "least", "written"),
+    [("adapters.md", 0.5, "adapter/adapter_model.safetensors"), ("foreign.md", 0.1, "tuned")],
+)
+def test_the_script_of_a_page_trains(page, least, written, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sizes = {"vocab_size": 32, "dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 24}
     model = fk.Transformer(fk.TransformerSpec(**sizes, max_seq_len=32))
@@ -59,7 +62,8 @@ def test_the_script_of_a_page_trains(page, tmp_path, monkeypatch, capsys):
     finally:
         fk.shutdown()
     first, *_, last = re.findall(r"(?<!\S)\d+\.\d+(?:e-\d+)?(?!\S)", capsys.readouterr().out)
-    assert float(last) < float(first) - 0.1
+    assert float(last) < float(first) - least
+    assert (tmp_path / written).exists()
     if page == "foreign.md":
         fk.load_huggingface(model, "tuned")
 

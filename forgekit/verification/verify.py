@@ -44,11 +44,11 @@ RANKS_OF_A_CORE = 32
 class VerifyOptions:
     """The options of ``verify``; see there."""
 
-    mask: bool = True
-    split: bool = True
-    tolerance: float = 1e-8
-    timeout_s: float = 300
-    progress: Progress | None = None
+    mask: bool
+    split: bool
+    tolerance: float
+    timeout_s: float
+    progress: Progress
 
 
 def verify(
@@ -88,7 +88,11 @@ def verify(
         ValueError: If the layout cannot be, or this is a rank of a launcher already.
     """
     options = VerifyOptions(
-        mask=mask, split=split, tolerance=tolerance, timeout_s=timeout_s, progress=progress
+        mask=mask,
+        split=split,
+        tolerance=tolerance,
+        timeout_s=timeout_s,
+        progress=progress or (lambda _: None),
     )
     return verify_setup(partial(_with_mesh, build), layout, options)
 
@@ -127,11 +131,11 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
 
 def _verify(job: RankJob, options: VerifyOptions) -> VerifyReport:
     spec, began = job.spec, time.monotonic()
-    _say(options, _line(spec))
+    options.progress(_line(spec))
     ranks = _run(job, options)  # first: its own batches and weights are what all others get
     seconds = time.monotonic() - began
     job = attrs.evolve(job, start=_start(ranks), batches=_all_batches(ranks, spec))
-    _say(options, "one process, with plain autograd")
+    options.progress("one process, with plain autograd")
     began = time.monotonic()
     plain = attrs.evolve(job, spec=MeshSpec(dp_shard=1))
     (expected,) = run_local_ranks(
@@ -164,11 +168,6 @@ def _run(job: RankJob, options: VerifyOptions) -> list[RankResult]:
     return run_local_ranks(measure_layout, world, job, folder=job.folder, timeout_s=limit)
 
 
-def _say(options: VerifyOptions, line: str) -> None:
-    if options.progress is not None:
-        options.progress(line)
-
-
 def _bisect(
     job: RankJob, options: VerifyOptions, comparison: Comparison
 ) -> tuple[list[VerifyCheck], tuple[str, ...]]:
@@ -190,7 +189,7 @@ def _bisect(
 
 
 def _try(job: RankJob, options: VerifyOptions, comparison: Comparison) -> VerifyCheck:
-    _say(options, f"looking for what breaks: {_line(job.spec)}")
+    options.progress(f"looking for what breaks: {_line(job.spec)}")
     began, name = time.monotonic(), _name(job.spec)
     error, failure = math.nan, None
     try:

@@ -181,19 +181,6 @@ def test_a_world_of_more_ranks_is_no_more_work():
     assert calls(8192) < 1.3 * calls(8)
 
 
-def test_the_dimensions_of_a_group_are_those_along_which_its_ranks_differ():
-    def names(ranks):
-        mesh = fk.build_mesh(fk.MeshSpec(dp_replicate=2, cp=2, tp=2), device="cpu")
-        return dimension_of(Call("all_reduce", ranks, 4), mesh)
-
-    with pretending(0, 16, {}):
-        assert names((0, 1)) == "tp"
-        assert names((0, 3)) == "cp+tp"
-        assert names((0, 1, 2, 3)) == "cp+tp"
-        assert names((0, 2, 4, 6)) == "dp_shard+cp"
-        assert names(tuple(range(16))) == "dp_replicate+dp_shard+cp+tp"
-
-
 @pytest.mark.parametrize(
     "cells",
     [
@@ -311,12 +298,16 @@ def test_collectives_by_hand():
         dist.all_reduce(parts, group=joined)
         dist.all_to_all_single(torch.empty(8), torch.empty(8), group=ep)
         found = {(c.op, dimension_of(c, mesh), c.size) for c in watch.work.calls.elements()}
+        names = {
+            ranks: dimension_of(Call("", ranks, 4), mesh) for ranks in ((0, 3), tuple(range(8)))
+        }
     assert found == {
         ("all_gather", "dp_shard", 96),
         ("reduce_scatter", "dp_shard", 96),
         ("all_reduce", "dp_shard+tp", 48),
         ("all_to_all", "ep", 32),
     }
+    assert [*names.values()] == ["dp_shard+tp", "dp_replicate+dp_shard+tp"]
 
 
 def test_micro_batches_that_are_not_run_count():
@@ -393,13 +384,22 @@ class Foreign(torch.nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed = torch.nn.Embedding(64, 32)
-        self.head = torch.nn.Linear(32, 64, bias=False)
+        self.embed, self.head = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("scale", torch.ones(16, 32))
 
     def forward(self, words):
         return self.head(self.embed(words) * self.scale)
+
+
+def built_of(model, loss_fn, **batch):
+    """What a set-up returns of a model that is laid out, and one batch for all micro-batches."""
+    mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
+    model = fk.parallelize(model(), mesh)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    step = fk.make_step(loss_fn, schedule=fk.constant(1e-3))
+    loader = [TensorDict(batch, batch_size=[2])] * 8
+    return SimpleNamespace(state=state, step=step, loss_fn=loss_fn, loader=loader)
 
 
 def two_losses(model, batch):
@@ -410,15 +410,8 @@ def two_losses(model, batch):
 def test_a_model_that_is_not_ours():
     labels = torch.arange(32).view(2, 16)
     labels[0, :5] = -100
-
-    def foreign():
-        mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
-        model = fk.parallelize(Foreign(), mesh)
-        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-        step = fk.make_step(two_losses, schedule=fk.constant(1e-3))
-        batch = TensorDict(words=torch.arange(32).view(2, 16), labels=labels, batch_size=[2])
-        return SimpleNamespace(state=state, step=step, loss_fn=two_losses, loader=[batch] * 8)
-
+    words = torch.arange(32).view(2, 16)
+    foreign = partial(built_of, Foreign, two_losses, words=words, labels=labels)
     (planned,) = plan_ranks(job_of(Cell(name="", world=2, sizes={}), setup=foreign))
     assert planned.parameters == planned.active == 64 * 32
     assert planned.memory["parameters"] == 4 * (64 * 32 / 2 + 16 * 32)
@@ -437,19 +430,14 @@ def test_a_base_is_checked_and_not_read(tmp_path):
     size = file.stat().st_size
     file.write_bytes(file.read_bytes()[:head])
     os.truncate(file, size)
-    cell = Cell(name="", world=2, sizes={})
+    cell, ids = Cell(name="", world=2, sizes={}), torch.arange(32).view(2, 16)
 
     def on_base():
-        mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
         with torch.device("meta"):
-            model = fk.Transformer(fk.huggingface_spec(tmp_path))
-        model = fk.parallelize(model, mesh)
-        fk.load_huggingface(model, tmp_path)
-        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-        step = fk.make_step(loss_fn, schedule=fk.constant(1e-3))
-        ids = torch.arange(32).view(2, 16)
-        batch = TensorDict(input_ids=ids, labels=ids.clone(), batch_size=[2])
-        return SimpleNamespace(state=state, step=step, loss_fn=loss_fn, loader=[batch] * 8)
+            model = fk.Transformer(spec)
+        built = built_of(lambda: model, loss_fn, input_ids=ids, labels=ids.clone())
+        fk.load_huggingface(built.state.model, tmp_path)
+        return built
 
     with patch.object(load, "view_of", side_effect=AssertionError("read")):
         (planned,) = plan_ranks(job_of(cell, setup=on_base, micro_batches=lambda _: 1))
@@ -476,24 +464,18 @@ def test_a_number_that_only_computation_gives_is_not_made_up():
 def test_whole_numbers_that_ranks_exchange_are_what_each_would_bring():
     counts = torch.arange(8).view(4, 2)
     with pretending(2, 4, {}):
-        arriving, everyone = (
-            torch.empty_like(counts),
-            [torch.empty_like(counts[0]) for _ in range(4)],
-        )
+        arriving, total = torch.empty_like(counts), counts.clone()
+        everyone = [torch.empty_like(counts[0]) for _ in range(4)]
         dist.all_to_all_single(arriving, counts)
         dist.all_gather(everyone, counts[2])
-        total = counts.clone()
         dist.all_reduce(total)
-        with pytest.raises(
-            PlanError, match=r"scatter_.default exchanges numbers .* what other ranks bring"
-        ):
+        with pytest.raises(PlanError, match=r"scatter_.default exchanges numbers .* ranks bring"):
             dist.scatter(counts[0], src=0)
         stand_in = torch.empty(4)
         dist.all_reduce(stand_in)
         with pytest.raises(DataDependentOutputException):
             stand_in.sum().item()
-    assert arriving.tolist() == [[4, 5]] * 4
-    assert torch.stack(everyone).tolist() == [[4, 5]] * 4
+    assert arriving.tolist() == torch.stack(everyone).tolist() == [[4, 5]] * 4
     assert torch.equal(total, 4 * counts)
 
 
@@ -544,36 +526,25 @@ def test_layouts_of_a_sweep_fill_the_world():
     config = SimpleNamespace(mesh=fk.MeshSpec(), model=moe, seq_len=LONG_ROWS)
     found = layouts(config, 16, node_size=4)
     assert len(found) == len(set(found)) > 5
-    for spec in found:
-        assert spec.pp * spec.dp_replicate * spec.dp_shard * spec.tp * spec.cp == 16
+    sizes = [spec.pp * spec.tp * spec.cp for spec in found]
+    assert sizes == sorted(sizes)
+    for spec, size in zip(found, sizes, strict=True):
+        assert size * spec.dp_replicate * spec.dp_shard == 16
         assert spec.tp <= 4
         assert spec.dp_shard * spec.cp % spec.ep == 0
     assert {spec.ep for spec in found} == {1, 2}  # 4 does not divide 6 experts
     assert {spec.cp for spec in found} == {spec.pp for spec in found} == {1, 2, 4, 8}
     assert {spec.dp_shard for spec in found if spec.tp * spec.pp * spec.cp == 1} == {1, 4, 16}
-    sizes = [spec.pp * spec.tp * spec.cp for spec in found]
-    assert sizes == sorted(sizes)
     short = SimpleNamespace(mesh=fk.MeshSpec(), seq_len=LONG_ROWS - 1)
     assert {spec.cp for spec in layouts(short, 16, node_size=4)} == {1}
 
 
 PLANNED = Plan(
-    world=16,
-    device="h100",
-    layout={},
-    parameters=0,
-    active_parameters=0,
-    micro_batches=1,
-    targets_per_step=1,
-    flops_per_step=1,
-    step_seconds=1.0,
-    exposed_seconds=0.5,
-    tokens_per_second_per_device=1.0,
-    mfu=0.5,
-    bubble=0.0,
-    memory_limit=2.0,
+    **dict.fromkeys(("step_seconds", "tokens_per_second_per_device", "mfu"), 1.0),
+    **dict.fromkeys(("parameters", "active_parameters", "micro_batches", "targets_per_step"), 1),
+    world=16, device="h100", layout={}, flops_per_step=1, bubble=0.0,
+    exposed_seconds=0.5, memory_limit=2.0, collectives=[],
     ranks=[{"rank": n, "pp": n, "memory": {"peak": n + 1}} for n in range(2)],
-    collectives=[],
 )
 
 
