@@ -131,7 +131,7 @@ def load_config(
     tree, file_problems = _read_files(cls, files)
     problems += file_problems
     for path, value in overrides:
-        tree = _put(cls, tree, path.split("."), _parse(value), path, problems)
+        tree = _put(cls, tree, path.split("."), _parse(value))
     config, wrong = _read_all(cls, tree)
     # Keys may be missing only because the file could not be read.
     problems += [p for p in wrong if not (file_problems and p[1].startswith(REQUIRED))]
@@ -195,8 +195,10 @@ def to_dict(config: Any) -> dict[str, Any]:
     return _plain(config)
 
 
-def keys_of(cls: Any, tree: Mapping[str, Any] | None = None, prefix: str = "") -> Iterator[Key]:
-    """All dotted keys of ``cls``, in the order of its fields."""
+def keys_of(
+    cls: Any, tree: Mapping[str, Any] | None = None, prefix: str = ""
+) -> Iterator[tuple[str, Any, str, str]]:
+    """All dotted keys of ``cls`` with type, default and description, in the order of its fields."""
     tree, texts = _defaults(cls) if tree is None else tree, _descriptions(cls)
     for alias, field in _fields(cls).items():
         name, section = f"{prefix}{alias}", _section(field.type)
@@ -205,7 +207,7 @@ def keys_of(cls: Any, tree: Mapping[str, Any] | None = None, prefix: str = "") -
             shown = "required" if field.default is attrs.NOTHING else "computed"
             shown = shown if default is attrs.NOTHING else _show(default)
             text = field.metadata.get("help", texts.get(field.name, ""))
-            yield Key(name, field.type, shown, text)
+            yield name, field.type, shown, text
         if section is not None:
             yield from keys_of(
                 section, default if isinstance(default, Mapping) else None, f"{name}."
@@ -213,16 +215,6 @@ def keys_of(cls: Any, tree: Mapping[str, Any] | None = None, prefix: str = "") -
         for item in filter(attrs.has, get_args(field.type) if section is None else ()):
             middle = ".NAME." if get_origin(field.type) is dict else "[]."
             yield from keys_of(item, None, f"{name}{middle}")
-
-
-@attrs.frozen
-class Key:
-    """One line of ``--help``."""
-
-    name: str
-    kind: Any
-    default: str
-    text: str
 
 
 def name_of(kind: Any) -> str:
@@ -290,20 +282,18 @@ def _merge(kind: Any, old: Any, new: Any) -> Any:
     return {**base, **{k: _merge(types[k], base.get(k), value) for k, value in new.items()}}
 
 
-def _put(kind: Any, tree: Any, parts: list[str], value: Any, path: str, problems: Problems) -> Any:
+def _put(kind: Any, tree: Any, parts: list[str], value: Any) -> Any:
     """Put a value at a dotted key; what lies beside it stays."""
     if not parts:
         return _merge(kind, tree, value)
     section = _section(kind)
     if section is not None and not (isinstance(tree, Mapping) or tree in (None, "none")):
-        above = ".".join(path.split(".")[: -len(parts)])
-        problems.append((path, f"{above} was set to {_typed(tree)}, which has no keys"))
-        return tree
+        return tree  # model=3 model.dim=4: reading the tree names the 3
     first, *rest = parts
     base = tree if isinstance(tree, Mapping) else _defaults(section) if section else {}
     fields = _fields(section) if section else {}
     inner = fields[first].type if first in fields else None
-    return {**base, first: _put(inner, base.get(first), rest, value, path, problems)}
+    return {**base, first: _put(inner, base.get(first), rest, value)}
 
 
 def _read_all(cls: Any, tree: Mapping[str, Any]) -> tuple[Any, Problems]:
@@ -311,7 +301,7 @@ def _read_all(cls: Any, tree: Mapping[str, Any]) -> tuple[Any, Problems]:
     config, problems = None, []
     with _collecting(problems):
         config = _CONVERTER.structure(tree, cls)
-    names = [key.name for key in keys_of(cls)]
+    names = [name for name, *_ in keys_of(cls)]
     names += {name.rpartition(".")[0] for name in names if "." in name}
     suggest = [
         (p, UNKNOWN + _nearest(p, names) if text is UNKNOWN else text) for p, text in problems
@@ -438,10 +428,8 @@ def _read_scalar(value: Any, kind: Any) -> Any:
         return Path(value).expanduser()
     if kind is float and (type(value) is int or value in ("inf", "-inf")):  # config.json's
         return float(value)
-    if type(value) is not kind:
+    if type(value) is not kind or value != value:  # nan is no value of any key
         raise _mismatch(value, kind)
-    if value != value:
-        raise _refusal("read nan, which is not a number; write one, or inf for no bound")
     return value
 
 
@@ -522,17 +510,16 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]], 
 
 
 def _read_files(cls: Any, files: list[str]) -> tuple[dict[str, Any], Problems]:
-    """Merge at most one file into the defaults, and say what is wrong with it."""
-    tree = _defaults(cls)
-    if len(files) > 1:
-        return tree, [("--config", f"given {len(files)} times, but one file is read; merge them")]
-    try:  # some editors begin a file with a mark
-        texts = [Path(file).read_text(encoding="utf-8-sig") for file in files]
-        return _merge(cls, tree, tomllib.loads("".join(texts))), []
-    except OSError as error:
-        return tree, [("--config", f"cannot read {files[0]} ({error.strerror})")]
-    except ValueError as error:  # neither TOML nor, perhaps, UTF-8
-        return tree, [("--config", f"{files[0]} is not valid TOML: {error}")]
+    """Merge files into the defaults, the last one on top, and say what is wrong with one."""
+    tree: dict[str, Any] = _defaults(cls)
+    for file in files:
+        try:  # some editors begin a file with a mark
+            tree = _merge(cls, tree, tomllib.loads(Path(file).read_text(encoding="utf-8-sig")))
+        except OSError as error:
+            return tree, [("--config", f"cannot read {file} ({error.strerror})")]
+        except ValueError as error:  # neither TOML nor, perhaps, UTF-8
+            return tree, [("--config", f"{file} is not valid TOML: {error}")]
+    return tree, []
 
 
 def _parse(text: str) -> Any:
@@ -572,7 +559,7 @@ def _print_help(cls: type, program: str) -> None:
     table.add_column("KEY", no_wrap=True)
     for title in ("TYPE", "DEFAULT", ""):
         table.add_column(title, overflow="fold")
-    for line in keys_of(cls):
-        table.add_row(line.name, name_of(line.kind), line.default, line.text)
+    for name, kind, default, text in keys_of(cls):
+        table.add_row(name, name_of(kind), default, text)
     console.print(f"usage: {program} [--config FILE.toml] [KEY=VALUE | --KEY=VALUE ...]\n")
     console.print(table)

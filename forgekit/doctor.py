@@ -22,12 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
-from forgekit.checks import parse_json
 from forgekit.devices import devices_here
 from forgekit.environment import identity
-from forgekit.files import read_regular, sync
+from forgekit.files import sync
 from forgekit.mesh import build_mesh, shutdown
-from forgekit.run.status import is_running
 from forgekit.verification.local_ranks import LocalRankError, run_local_ranks
 
 GIB = 2**30
@@ -69,21 +67,14 @@ def sections(out: Path) -> Iterator[tuple[str, Iterable[Check]]]:
 
 
 def check_installed() -> Iterator[Check]:
-    """Look at versions, devices and backends of this process."""
+    """Look at the versions of packages, and at devices."""
     yield Check("python", "ok", f"{platform.python_version()}, {platform.platform()}")
     for line in importlib.metadata.requires("forgekit") or ():
         package = re.match(r"([\w.\-]+)([^;\s]*)", line)
         if package is not None and "extra ==" not in line:
             name, bounds = package.groups()
             yield _tried(name, lambda n=name, b=bounds: _version(n, b), f'pip install "{line}"')
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    yield Check("processor", "ok", f"{len(os.sched_getaffinity(0))} cores, {memory:.1f} GiB")
     yield from _devices()
-    if dist.is_gloo_available():
-        yield Check("backends", "ok", f"gloo{' and nccl' * dist.is_nccl_available()} between ranks")
-    else:
-        remedy = "Runs need gloo, on GPUs too: install the build of torch that pip has."
-        yield Check("backends", "BAD", f"torch has no gloo. {remedy}")
 
 
 def check_folder(directory: Path) -> Iterator[Check]:
@@ -94,18 +85,12 @@ def check_folder(directory: Path) -> Iterator[Check]:
     """
     paths = directory.absolute(), *directory.absolute().parents
     there = next(path for path in paths if lexists(path))
-    if not there.is_dir():
-        yield Check("writable", "BAD", f"{there} is no folder. Move it, or choose another out=.")
-        return
     try:
         folder = Path(tempfile.mkdtemp(prefix=".forgekit-doctor-", dir=there))
     except OSError as error:
-        remedy = f"Make {there} writable, or choose another out=."
+        remedy = "Make it a folder that can be written, or choose another out=."
         yield Check("writable", "BAD", f"{error.strerror}: {there}. {remedy}")
         return
-    yield from _run_in(directory)
-    usage = shutil.disk_usage(folder)
-    yield Check("space", "ok", f"{usage.free / GIB:.1f} of {usage.total / GIB:.1f} GiB free")
     other = "Make room, if it is full. Checkpoints need it: choose an out= on another file system."
     lock = "See to it yourself that no second run writes into the directory."
     try:
@@ -113,18 +98,6 @@ def check_folder(directory: Path) -> Iterator[Check]:
         yield _tried("lock", lambda: _lock(folder), lock, otherwise="note")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _run_in(directory: Path) -> Iterator[Check]:
-    """Whether a run goes on in a directory, ended, or was killed, as its status and lock say."""
-    with suppress(OSError, ValueError):
-        status = parse_json(read_regular(directory / "status.json"))["status"]
-        if is_running(directory):
-            yield Check("run", "note", "one goes on in this directory; a second one is refused.")
-        elif status == "running":
-            yield Check("run", "note", "one was killed here; its own command resumes it.")
-        else:
-            yield Check("run", "ok", f"the last one here is {status}")
 
 
 def check_two_ranks(out: Path) -> list[Check]:
@@ -222,15 +195,13 @@ def _lock(folder: Path) -> str:
 
 
 def _sums(kind: str) -> Iterator[Check]:
-    world = dist.get_world_size()
     for device in dict.fromkeys((kind, "cpu")):
         total = torch.ones((), device=device)
         dist.all_reduce(total)
-        text = f"{world} ranks added ones up to {total.item():g}"
-        if total.item() == world:
-            yield Check(f"sum on {device}", "ok", text)
-        else:
-            yield Check(f"sum on {device}", "BAD", f"{text}. Update the driver and torch.")
+        is_right = total.item() == dist.get_world_size()
+        text = f"{dist.get_world_size()} ranks added ones up to {total.item():g}"
+        text += "" if is_right else ". Update the driver and torch."
+        yield Check(f"sum on {device}", "ok" if is_right else "BAD", text)
 
 
 def _shared(folder: Path) -> Check:
@@ -249,11 +220,9 @@ def _shared(folder: Path) -> Check:
     dist.all_reduce(seen)  # no rank comes out of it before all have looked
     if rank == 0:
         file.unlink(missing_ok=True)
-    if not seen[0]:
-        text = f"rank 0 cannot write into {folder}. Make it writable, or choose another out=."
-        return Check("shared folder", "BAD", text)
     if seen.all():
         return Check("shared folder", "ok", f"{len(seen)} of {len(seen)} ranks see {folder}")
     blind = ", ".join(str(rank) for rank, value in enumerate(seen) if not value)
-    text = f"ranks {blind} do not see a file that rank 0 wrote into {folder}. "
-    return Check("shared folder", "BAD", f"{text}Choose an out= that all machines share.")
+    remedy = "Make it writable, or choose an out= that all machines share."
+    text = f"ranks {blind} do not see a file that rank 0 writes into {folder}. {remedy}"
+    return Check("shared folder", "BAD", text)

@@ -280,15 +280,13 @@ class TrainState:
                 sparse, there are several ranks and no mesh, or parameters are not sharded on a
                 mesh of several ranks (their gradients would never be reduced).
         """
-        check_optimizer(optimizer)
+        _check_optimizer(optimizer)
         layout = _read_layout(model, mesh)
         if loss_scale is None:
             loss_scale = layout.loss_scale
         if math.frexp(loss_scale)[0] != 0.5:
-            raise ValueError(
-                f"loss_scale {loss_scale} is not a positive power of two; "
-                "others round the gradients that they scale. Use for example 2.0**-12."
-            )
+            rule = "others round the gradients that they scale. Use for example 2.0**-12."
+            raise ValueError(f"loss_scale {loss_scale} is not a positive power of two; {rule}")
         check_dense(model)
         _check_blocks(optimizer)
         _check_parameters(model, optimizer, mesh)
@@ -337,27 +335,22 @@ def donate(state: StateT, **changes: Any) -> StateT:
         DonatedStateError: If ``state`` was donated before.
     """
     new = attrs.evolve(state, **changes)
-    fields = [field for field in attrs.fields(type(state)) if field.name != "_donated_at"]
-    for field in fields:
+    object.__setattr__(state, "_donated_at", _caller())
+    for field in attrs.fields(type(state)):
+        if field.name == "_donated_at":
+            continue
         if not field.init:  # evolve passes these over
             object.__setattr__(new, field.name, getattr(state, field.name))
-    object.__setattr__(state, "_donated_at", _caller())
-    for field in fields:
         object.__delattr__(state, field.name)
     return new
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Refuse what a step cannot use as its one optimizer.
-
-    Raises:
-        TypeError: If it is several optimizers, or none.
-    """
+def _check_optimizer(optimizer: Any) -> None:
+    """Raise unless there is one optimizer."""
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         raise TypeError(
-            f"optimizer is a {type(optimizer).__name__}; a state has one torch.optim.Optimizer "
-            "over the model's parameters, such as forgekit.adamw(model). "
-            "forgekit.chain_optimizers(first, second) makes one of several."
+            f"optimizer is a {type(optimizer).__name__}; a state has one torch.optim.Optimizer. "
+            "Of several forgekit.chain_optimizers(first, second) makes one."
         )
 
 
@@ -383,9 +376,8 @@ def _check_sharded_step(optimizer: Optimizer) -> None:
             continue  # state that begins in a constructor is not here
         except RuntimeError as error:
             raise ValueError(
-                f"{type(member).__name__} cannot step sharded parameters ("
-                f"{type(error).__name__}: {' '.join(str(error).split())[:160]}). On several ranks "
-                "use one that can, such as forgekit.adamw(model), or leave fused=True out."
+                f"{type(member).__name__} cannot step sharded parameters ({error}). On several "
+                "ranks use one that can, such as forgekit.adamw(model), or leave fused=True out."
             ) from error
 
 
@@ -443,11 +435,9 @@ def check_dense(model: nn.Module) -> None:
                 "parameters. Hold real and imaginary parts (torch.view_as_real), or dense values."
             )
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ValueError(
-                f"{name!r} is an embedding with sparse=True, whose gradients are sparse; a step "
-                "adds up dense ones. Build it with sparse=False."
-            )
+        if getattr(module, "sparse", False):
+            rule = "a step adds up dense gradients. Build it with sparse=False."
+            raise ValueError(f"{name!r} is an embedding with sparse=True; {rule}")
 
 
 def _read_layout(model: nn.Module, mesh: DeviceMesh | None) -> Layout:
@@ -457,10 +447,8 @@ def _read_layout(model: nn.Module, mesh: DeviceMesh | None) -> Layout:
         for name in ("pp", "cp", "tp"):
             if (size := sizes.get(name, 1)) > 1:
                 raise ValueError(
-                    f"{type(model).__name__} is not what forgekit.parallelize returned, and the "
-                    f"mesh has {name} of {size}: losses would be counted once for each of these "
-                    "ranks. Pass what parallelize returned; give it the wrapper in place of what "
-                    "it wraps."
+                    f"{type(model).__name__} is not what forgekit.parallelize returned, and with "
+                    f"{name} of {size} losses would be counted {size} times. Pass what it returned."
                 )
     return layout_of(model)
 
@@ -470,9 +458,8 @@ def _check_blocks(optimizer: Optimizer) -> None:
     if any(kind.__module__ == "torchao.optim.adam" for kind in type(optimizer).__mro__):
         raise ValueError(
             f"{type(optimizer).__name__} of torchao keeps its state in blocks that begin with each "
-            "rank's shard, so what a run learns would depend on its layout, and checkpoints could "
-            "not keep the state. forgekit.lion keeps half of AdamW's state; "
-            "forgekit.adamw(model, stochastic_rounding=True) needs no float32 parameters."
+            "rank's shard, so a run would depend on its layout, and not be resumed. Use "
+            "forgekit.lion, or forgekit.adamw(model, stochastic_rounding=True)."
         )
 
 
@@ -483,14 +470,12 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh |
             if parameter not in names:
                 raise ValueError(
                     f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that the "
-                    "model does not. Build the optimizer from the model after parallelize: "
-                    "forgekit.adamw(model)."
+                    "model does not. Build it from what parallelize returned: fk.adamw(model)."
                 )
     if mesh is None and dist.is_initialized() and (world := dist.get_world_size()) > 1:
         raise ValueError(
-            f"there are {world} ranks and the state got no mesh, so each rank would divide by its "
-            "own count and train a model of its own. Pass mesh=mesh, what build_mesh returned, "
-            "and the model through forgekit.parallelize(model, mesh)."
+            f"there are {world} ranks and the state got no mesh, so each would train a model of "
+            "its own. Pass mesh=mesh, and the model through forgekit.parallelize(model, mesh)."
         )
     plain = [name for parameter, name in names.items() if not isinstance(parameter, DTensor)]
     if mesh is not None and mesh.size() > 1 and plain:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 CONFIG = {
     "steps": 60,
@@ -63,22 +62,3 @@ def write_run(out):
     (out / "samples").mkdir()
     (out / "samples" / "step_00000040.txt").write_text("def <b>f</b>(): \x1b[31m")
     return out
-
-
-def write_long(path, count):
-    """Many rows: a spike in the midst, and later a step without a loss."""
-    spike, gap = count // 2, 7 * count // 10
-    generator = random.Random(0)
-    path.parent.mkdir(exist_ok=True)
-    with path.open("w") as file:
-        for step in range(1, count + 1):
-            x = generator.random()
-            loss = "null" if step == gap else 1e6 if step == spike else 2 + 9 / step**0.3 + x
-            file.write(
-                f'{{"step": {step}, "samples": {8 * step}, "train/loss": {loss}, "train/grad_norm":'
-                f' {0.5 + x}, "train/lr": {3e-4 * (1 - step / 2 / count)}, "train/targets": 4096, '
-                f'"train/skipped": {int(step == gap)}, "train/skipped_in_a_row": 0, '
-                f'"perf/tokens_per_second": {1e5 + 1e4 * x}, "perf/step_seconds": {0.04 + x / 99}, '
-                f'"source/a/loss": {2 + x}, "source/a/targets": 4000, "moe/load_max": {1 + x}, '
-                f'"memory/peak_gib": 12.5, "perf/data_wait_seconds": {x / 999}}}\n'
-            )

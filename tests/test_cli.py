@@ -8,7 +8,6 @@ import io
 import json
 import re
 import resource
-import signal
 import subprocess
 import sys
 import tomllib
@@ -19,6 +18,7 @@ import yaml
 
 from forgekit.cli import main, recipes_folder
 from forgekit.data.token_files import open_tokens
+from forgekit.terminal import tell
 
 VERSION = importlib.metadata.version("forgekit")
 
@@ -60,17 +60,6 @@ def here(tmp_path, monkeypatch):
     return folder
 
 
-def test_the_stamp_of_a_copy_stays_in_its_line(tmp_path, monkeypatch):
-    """Whatever the copy is called: a line of its name would be code."""
-    monkeypatch.chdir(tmp_path)
-    assert main(["cp", "minimal", "a\nraise SystemExit(7)\n.py"]) == 0
-    (copy,) = tmp_path.iterdir()
-    first, second, third = copy.read_text().splitlines()[:3]
-    assert first.startswith("# Copied from forgekit")
-    assert second == "# To compare: forgekit diff COPY"
-    assert third.startswith('"""')
-
-
 def test_ls_shows_each_recipe_with_its_first_line(recipes, capsys):
     assert main(["ls"], recipes=recipes) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -80,15 +69,13 @@ def test_ls_shows_each_recipe_with_its_first_line(recipes, capsys):
     ]
 
 
-def test_cp_writes_a_batch_script_that_runs_and_says_where_it_is_from(here, capsys):
+def test_cp_writes_a_batch_script_that_runs_and_says_where_it_is_from(here):
     assert main(["cp", "slurm"]) == 0
     lines = (here / "train.sh").read_text().splitlines()
     assert lines[0] == "#!/bin/bash"
     assert re.search(r"# Copied from forgekit .* recipes/train.sh \(sha256 \w{8}\)", lines[1])
-    assert lines[2] == "# To compare: forgekit diff train.sh"
+    assert lines[2] == "# To compare: forgekit diff COPY"
     assert lines[3:] == (recipes_folder() / "slurm" / "train.sh").read_text().splitlines()[1:]
-    assert main(["ls"]) == 0
-    assert re.search(r"^slurm +\w", capsys.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ["train_2_toasters", "train_2_toasters.toml"])
@@ -100,16 +87,10 @@ def test_cp_writes_settings_for_a_machine(name, recipes, here, capsys):
     assert "mine.py is neither a .toml file nor a folder" in capsys.readouterr().err
 
 
-def test_ls_of_an_empty_folder_is_an_error(tmp_path, capsys):
-    assert main(["ls"], recipes=tmp_path) == 2
-    assert f"there are no recipes in {tmp_path}; " in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("target", "written"),
     [
         ([], "train.py"),
-        (["my.py"], "my.py"),
         (["."], "train.py"),
         (["new/"], "new/train.py"),
         (["new/my.py"], "new/my.py"),
@@ -126,16 +107,9 @@ def test_cp_writes_the_recipe_and_its_settings(target, written, recipes, here):
     first, second, rest = copy.read_text().split("\n", 2)
     digest = hashlib.sha256(TRAIN.encode()).hexdigest()[:8]
     assert first == f"# Copied from forgekit {VERSION} recipes/train.py (sha256 {digest})."
-    assert second == f"# To compare: forgekit diff {copy.name}"
+    assert second == "# To compare: forgekit diff COPY"
     assert rest == TRAIN
     assert ast.get_docstring(ast.parse(copy.read_text())).startswith("Train a thing.")
-
-
-def test_a_copy_runs_from_any_folder(recipes, here, tmp_path):
-    assert main(["cp", "train", "my.py"], recipes=recipes) == 0
-    command = [sys.executable, str(here / "my.py"), "--three"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert (done.returncode, done.stdout) == (3, "['--three'] my.py steps = 3\n")
 
 
 @pytest.mark.parametrize("existing", ["my.py", "my.toml"])
@@ -149,43 +123,17 @@ def test_cp_overwrites_only_when_forced(existing, recipes, here, capsys):
     assert (here / existing).read_text() != "mine"
 
 
-@contextlib.contextmanager
-def room(size):
-    """A disk on which a file may have so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
-def test_cp_on_a_full_disk_leaves_the_old_file(recipes, here, capsys):
-    (here / "my.py").write_text("mine")
-    with room(5):
-        assert main(["cp", "train", "my.py", "--force"], recipes=recipes) == 2
-    assert capsys.readouterr().err == "forgekit: my.py was not written: File too large.\n"
-    assert {path.name: path.read_text() for path in here.iterdir()} == {"my.py": "mine"}
-
-
-@pytest.mark.parametrize("command", ["cp", "run"])
-def test_an_unknown_recipe_gets_the_nearest_and_the_list(command, recipes, here, capsys):
-    assert main([command, "trian"], recipes=recipes) == 2
+def test_an_unknown_recipe_gets_the_nearest_and_the_list(recipes, here, capsys):
+    assert main(["cp", "trian"], recipes=recipes) == 2
     message = "forgekit: no recipe 'trian'; the nearest is 'train'. There are: tiny, train.\n"
     assert capsys.readouterr().err == message
-    assert main([command, "qqq"], recipes=recipes) == 2
-    assert capsys.readouterr().err == "forgekit: no recipe 'qqq'. There are: tiny, train.\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
-        ([], 0),
         (["--ok"], 0),
         (["--three"], 3),
-        (["--help"], 0),
         (["--version", "--", "model.dim=3", "--lr", "-1"], 0),
         (["--words"], 1),
     ],
@@ -234,7 +182,6 @@ def test_prepare_says_where_things_are_and_how_big(texts, here, capsys):
     read = f"reading {sum(path.stat().st_size for path in texts.iterdir()) / 1e6:.1f} MB of text"
     stages = ("tokenizer", "tokens")
     assert shown.err.splitlines() == [f"{stage}: {read}" for stage in stages]
-
     assert main(["prepare", str(texts), *arguments]) == 0
     again = "tokens was made from the same files before and stays unchanged."
     assert capsys.readouterr().out.splitlines()[0] == again
@@ -273,17 +220,11 @@ def test_prepare_reads_a_hugging_face_dataset_and_uses_a_tokenizer_that_is_given
     from datasets import Dataset, DatasetDict
 
     rows = [{"text": f"the cat and the dog, {number} times"} for number in range(40)]
-    parts = {
-        "train": Dataset.from_list(rows),
-        "test": Dataset.from_list(rows[:3]),
-    }
+    parts = {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:3])}
     DatasetDict(parts).save_to_disk("saved")
     capsys.readouterr()
     assert main(["prepare", "hf:saved", "--out", "train", "--vocab", "300"]) == 0
-    assert capsys.readouterr().err.splitlines() == [
-        "tokenizer: reading text",
-        "tokens: reading text",
-    ]
+    assert capsys.readouterr().err == "tokenizer: reading text\ntokens: reading text\n"
     own = ["--tokenizer", "train/tokenizer.json"]
     assert main(["prepare", "hf:saved", "--split", "test", "--out", "test", *own]) == 0
     assert open_tokens("test").vocab_size == open_tokens("train").vocab_size
@@ -294,19 +235,17 @@ def test_prepare_reads_a_hugging_face_dataset_and_uses_a_tokenizer_that_is_given
 
 
 def test_prepare_that_is_interrupted_says_that_it_can_go_on(texts, here, monkeypatch, capsys):
-    class Interrupted(io.StringIO):
-        def write(self, text):
-            if text.startswith("tokens: reading"):
-                raise KeyboardInterrupt
-            return super().write(text)
+    def interrupted(text):
+        if text.startswith("tokens: reading"):
+            raise KeyboardInterrupt
+        tell(text)
 
     arguments = ["prepare", str(texts), "--out", "tokens", "--vocab", "300"]
     with monkeypatch.context() as patched:
-        patched.setattr(sys, "stderr", shown := Interrupted())
+        patched.setattr("forgekit.cli.prepare.tell", interrupted)
         assert main(arguments) == 1
-    assert shown.getvalue().splitlines()[-1] == (
-        "forgekit: interrupted; the same command continues from here."
-    )
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == "forgekit: interrupted; the same command continues from here."
     assert main(arguments) == 0
     assert capsys.readouterr().err.splitlines()[0].startswith("tokens: reading")
 
@@ -329,7 +268,6 @@ FULL = "forgekit: stdout cannot be written: No space left on device.\n"
     [
         (">/dev/full", 1, FULL),
         ("| head -n 0; exit ${PIPESTATUS[0]}", 0, ""),
-        (">&-", 0, ""),
         (">/dev/full 2>&-", 1, ""),
     ],
 )
@@ -339,24 +277,15 @@ def test_a_list_that_nobody_gets_is_an_error_unless_the_reader_left(redirection,
     assert (done.returncode, done.stderr) == (code, shown)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["ls"], ["cp", "pretrain", "--force"]], ids=" ".join)
-def test_what_computes_nothing_takes_0_3_seconds_of_cpu_at_most(words, here):
+def test_what_computes_nothing_takes_0_3_seconds_of_cpu_at_most():
     """Of CPU, the least of up to ten: on a busy machine a process may need twice what it needs."""
     seconds = []
     while not seconds or (min(seconds) > 0.3 and len(seconds) < 10):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "forgekit", *words], capture_output=True, check=True)
+        subprocess.run([sys.executable, "-m", "forgekit", "ls"], capture_output=True, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert 0 < min(seconds) <= 0.3, seconds
-
-
-def test_no_command_shows_the_help_and_is_an_error(capsys):
-    assert main([]) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("usage: forgekit ")
-    for command in ("ls", "cp", "run", "prepare", "replay", "export"):
-        assert f"\n    {command} " in shown
 
 
 def test_there_are_real_recipes_that_can_be_copied(here, capsys):

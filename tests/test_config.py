@@ -2,14 +2,12 @@
 
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 import attrs
 import pytest
-from runs import launch
 
 from forgekit.config import ConfigError, key, load_config, structure, to_dict
 
@@ -111,31 +109,24 @@ ACCEPTED = [
     ("steps=5", {"steps": 5}),
     ("--steps=5", {"steps": 5}),
     ("--steps 5", {"steps": 5}),
-    ("steps=1_000", {"steps": 1000}),
     ("steps=5 --steps=6", {"steps": 6}),
     ("optim.lr=1", {"optim": Optim(lr=1.0)}),
     ("--optim.lr 1e-4", {"optim": Optim(lr=1e-4)}),
     ("--optim.decay=inf --seed -1", {"optim": Optim(decay=float("inf")), "seed": -1}),
     ("model.dim=512", {"model": Model(dim=512, heads=8)}),
-    ("model={dim=512}", {"model": Model(dim=512, heads=8)}),
-    ("draft.dim=16", {"draft": Model(dim=16)}),
     ("compile=true name=bf16", {"compile": True, "name": "bf16"}),
     ('name="5"', {"name": "5"}),
-    ("name= ", {"name": ""}),
     ("name=a=b", {"name": "a=b"}),
     ("out=runs/b", {"out": Path("runs/b")}),
     ("out=~/b", {"out": Path.home() / "b"}),
     ("precision=bf16 width=2", {"precision": "bf16", "width": 2}),
     ("optim.warmup=none", {"optim": Optim(warmup=None)}),
-    ("resume=none", {"resume": None}),
     ("resume=a", {"resume": Path("a")}),
     ("note=none", {"note": "none"}),
     ("remat=none", {"remat": "none"}),
     ("draft.dim=16 draft=none", {"draft": None}),
     ("draft=none draft.dim=16", {"draft": Model(dim=16)}),
-    ("limit=5", {"limit": 5}),
     ("limit=all", {"limit": "all"}),
-    ("layers=[3]", {"layers": [3]}),
     ('tags=["a"]', {"tags": ("a",)}),
     ("optim.betas=[0,1]", {"optim": Optim(betas=(0.0, 1.0))}),
     ("sources.prose=0.3", {"sources": {"code": 0.7, "prose": 0.3}}),
@@ -159,16 +150,13 @@ USAGE = "write KEY=VALUE, --KEY=VALUE or --config FILE.toml."
 REFUSED = [
     ("model.dmi=5", "model.dmi: unknown key; the nearest is model.dim."),
     ("lr=1.0", "lr: unknown key; the nearest is optim.lr."),
-    ("model.decay=1", "model.decay: unknown key; the nearest is optim.decay."),
     ("model.max-seq-len=1", "model.max-seq-len: unknown key; the nearest is model.max_seq_len."),
     ("qqq=1", "qqq: unknown key; no key resembles it."),
+    (f"steps={'x' * 200}", f'steps: expected int, read "{"x" * 56}... (str).'),
+    ("optim.lr=nan", "optim.lr: expected float, read NaN (float)."),
     ("steps=7.9", "steps: expected int, read 7.9 (float)."),
-    ("steps=true", "steps: expected int, read true (bool)."),
-    ("steps=five", 'steps: expected int, read "five" (str).'),
     ("steps=5#3", 'steps: expected int, read "5#3" (str).'),
-    ("steps=5,seed=3", 'steps: expected int, read "5,seed=3" (str).'),
     ("steps=5}\nb={inner=1", 'steps: expected int, read "5}\\nb={inner=1" (str).'),
-    ("steps={a=5}", 'steps: expected int, read {"a": 5} (table).'),
     ("compile=1", "compile: expected bool, read 1 (int); write true or false."),
     ("optim.lr=fast", 'optim.lr: expected float, read "fast" (str).'),
     ("name=5", "name: expected str, read 5 (int); quotes make it text: '\"5\"'."),
@@ -179,36 +167,19 @@ REFUSED = [
     ),
     ("width=true", "width: expected one of 1, 2, read true (bool)."),
     ("limit=1.5", "limit: expected int | str, read 1.5 (float)."),
-    (
-        "layers=abc",
-        'layers: expected list[int], read "abc" (str); '
-        """write TOML, such as '[1, 2]' or '["a", "b"]'.""",
-    ),
     ('layers=[1,"a",2.5]', 'layers[1]: expected int, read "a" (str).'),
-    ('layers=[1,"a",2.5]', "layers[2]: expected int, read 2.5 (float)."),
-    ("tags=[1]", "tags[0]: expected str, read 1 (int); quotes make it text: '\"1\"'."),
     (
         "optim.betas=[1]",
         "optim.betas: expected 2 values for tuple[float, float], read [1] (list).",
     ),
     ("sources.code=a", 'sources.code: expected float, read "a" (str).'),
     ("phases=[{strat=1}]", "phases[0].strat: unknown key; the nearest is phases[].start."),
-    ("phases=[{strat=1}]", "phases[0].start: required, but not given; expected int."),
-    ("phases=[3]", "phases[0]: expected Phase, read 3 (int)."),
-    ("model=3", "model: expected Model, read 3 (int)."),
-    ("model=3 model.dim=4", "model.dim: model was set to 3 (int), which has no keys."),
+    ("model=3 model.dim=4", "model: expected Model, read 3 (int)."),
     ("draft.heads=2", "draft.dim: required, but not given; expected int."),
-    ("model.heads=5", "model: dim 64 is not divisible by heads 5."),
-    ("optim.lr=-1.0", "optim.lr: 'lr' must be > 0: -1.0."),
     *((line, f"{line}: {USAGE}") for line in ("steps", "-x=1", "=1", "model..dim=1", "a.toml")),
-    ("--compile steps=5", f"--compile: {USAGE}"),
     ("steps=5 --compile", f"--compile: {USAGE}"),
     ("--config", f"--config: {USAGE}"),
     ("--config no.toml", "--config: cannot read no.toml (No such file or directory)."),
-    (
-        "--config a.toml --config=b.toml",
-        "--config: given 2 times, but one file is read; merge them.",
-    ),
 ]
 
 
@@ -216,11 +187,6 @@ REFUSED = [
 def test_a_mistake_is_named_with_its_path(line, sentence, capsys):
     sentences = refused(line.split(" "), capsys)
     assert any(found.startswith(sentence) for found in sentences), sentences
-
-
-def test_long_values_are_cut(capsys):
-    (sentence,) = refused([f"steps={'x' * 200}"], capsys)
-    assert sentence == f'steps: expected int, read "{"x" * 56}... (str).'
 
 
 def test_every_mistake_is_named_at_once(tmp_path, capsys):
@@ -239,13 +205,6 @@ def test_every_mistake_is_named_at_once(tmp_path, capsys):
     ]
 
 
-def test_missing_keys_are_named_inside_a_missing_section(capsys):
-    assert refused([], capsys, Needy) == [
-        "vocab: required, but not given; expected int.",
-        "model.dim: required, but not given; expected int.",
-    ]
-
-
 def test_an_unreadable_file_does_not_blame_the_keys_it_may_have_held(tmp_path, capsys):
     file = tmp_path / "a.toml"
     file.write_text("vocab = 3\nmodel = = 4\n")
@@ -255,20 +214,22 @@ def test_an_unreadable_file_does_not_blame_the_keys_it_may_have_held(tmp_path, c
         "x: unknown key; no key resembles it.",
         "vocab: expected int, read 1.5 (float).",
     ]
+    assert refused([], capsys, Needy) == [
+        "vocab: required, but not given; expected int.",
+        "model.dim: required, but not given; expected int.",
+    ]
 
 
-def test_a_file_lies_between_defaults_and_overrides(tmp_path):
-    file = tmp_path / "a.toml"
+def test_files_lie_between_defaults_and_overrides_the_last_one_on_top(tmp_path):
+    """Some editors begin a file with a mark, which is no part of it."""
+    first, file = tmp_path / "first.toml", tmp_path / "a.toml"
+    first.write_bytes(b"\xef\xbb\xbfsteps = 1\nname = 'first'\n")
     file.write_text('steps = 7\nseed = 8\nresume = "none"\n[model]\ndim = 24\n[sources]\nlaw = 1\n')
-    config = load_config(Config, ["seed=9", f"--config={file}", "model.max_seq_len=6"])
-    assert (config.steps, config.seed, config.resume) == (7, 9, None)
+    given = ["seed=9", f"--config={first}", "--config", str(file), "model.max_seq_len=6"]
+    config = load_config(Config, given)
+    assert (config.steps, config.seed, config.resume, config.name) == (7, 9, None, "first")
     assert config.model == Model(dim=24, heads=8, max_seq_len=6)
     assert config.sources == {"law": 1.0}
-
-
-def test_the_arguments_of_the_process_are_the_default(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", "steps=3"])
-    assert load_config(Config).steps == 3
 
 
 def test_a_validator_that_compares_fields_runs_when_both_are_there():
@@ -287,15 +248,6 @@ def test_a_validator_that_compares_fields_runs_when_both_are_there():
         structure(Span, {"low": 2, "high": 1})
     with pytest.raises(ConfigError, match=r"^low: required, but not given; expected int\.$"):
         structure(Span, {"high": 1})
-
-
-def test_errors_come_one_by_one_for_a_program():
-    with pytest.raises(ConfigError, match=r"steps: expected int, read 0\.5") as caught:
-        structure(Config, {"steps": 0.5, "seeds": 1})
-    assert caught.value.errors == [
-        "seeds: unknown key; the nearest is seed.",
-        "steps: expected int, read 0.5 (float).",
-    ]
 
 
 def test_a_configuration_survives_json():
@@ -318,53 +270,25 @@ def test_help_lists_every_key_with_type_default_and_description(capsys, monkeypa
     assert usage == "usage: train.py [--config FILE.toml] [KEY=VALUE | --KEY=VALUE ...]"
     rows = {row.split()[0]: " ".join(row.split()) for row in table[1:]}
     leaves = [field.name for field in attrs.fields(Config) if field.name not in ("model", "optim")]
-    leaves += [f"model.{field.name}" for field in attrs.fields(Model)]
-    leaves += [f"draft.{field.name}" for field in attrs.fields(Model)]
-    leaves += [f"optim.{field.name}" for field in attrs.fields(Optim)]
-    leaves += [f"phases[].{field.name}" for field in attrs.fields(Phase)]
+    sections = ("model.", Model), ("draft.", Model), ("optim.", Optim), ("phases[].", Phase)
+    leaves += [f"{name}{field.name}" for name, of in sections for field in attrs.fields(of)]
     assert sorted(rows) == sorted(leaves)
     assert rows["out"] == 'out Path "runs/a" Folder of the run.'
     assert rows["precision"] == 'precision fp32 | bf16 | fp16 "fp32"'
-    assert rows["compile"] == "compile bool false"
     assert rows["doubled"] == "doubled int computed"
     assert rows["seed"] == "seed int 0 Seed of everything."
-    assert rows["model.dim"] == "model.dim int 64 Width of the residual stream."
     assert rows["draft"] == "draft Model | none none"
     assert rows["draft.dim"] == "draft.dim int required Width of the residual stream."
     assert rows["optim.lr"] == (
         "optim.lr float 0.0003 Peak learning rate, reached after `warmup` steps."
     )
-    assert rows["optim.decay"] == "optim.decay float 0.1 Pull towards zero."
     assert rows["optim.betas"] == "optim.betas tuple[float, float] [0.9, 0.95]"
     assert rows["optim.warmup"] == "optim.warmup int | none 10"
-    starts = {row.index(row.split()[1]) for row in table if row.split()[0] in ("steps", "seed")}
-    assert len(starts) == 1, "types stand in one column"
-
-
-def test_a_script_with_a_wrong_configuration_exits_with_2(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import attrs\n"
-        "from forgekit.config import load_config\n\n"
-        "@attrs.frozen\n"
-        "class Config:\n"
-        "    steps: int = 1\n\n"
-        "print(load_config(Config))\n"
-    )
-    with launch(script, ["--step=2"], log=tmp_path / "log") as job:
-        assert job.end() == 2
-    assert job.output.startswith("train.py: the configuration was refused.\n  step: unknown key; ")
-    assert "Traceback" not in job.output
 
 
 @pytest.mark.parametrize(
     ("default", "said"),
-    [
-        ("abc", r'steps: expected int, read "abc" \(str\)'),
-        (7.5, r"steps: expected int, read 7\.5 \(float\)"),
-        (None, "steps: expected int, read none"),
-        (-3, "'steps' must be >= 0: -3"),
-    ],
+    [(None, "steps: expected int, read none"), (-3, "'steps' must be >= 0: -3")],
 )
 def test_a_default_that_was_edited_in_a_copy_is_checked_like_a_value(default, said, capsys):
     @attrs.frozen
@@ -379,26 +303,19 @@ def test_a_default_that_was_edited_in_a_copy_is_checked_like_a_value(default, sa
     assert load_config(Config, ["steps=5"]) == Config(steps=5)
 
 
-def test_a_default_of_a_type_that_no_command_line_gives_is_left_alone():
-    @attrs.frozen
-    class Config:
-        steps: int = 3
-        activation: Callable[[float], float] = abs
-
-    assert load_config(Config, ["steps=5"]).activation is abs
-
-
 def test_a_function_beside_a_number_is_left_to_scripts(capsys):
     """A file gives the number; what a script gives stays as it is."""
 
     @attrs.frozen
     class Balanced:
         rate: float | Callable[[int], float] | None = None
+        act: Callable[[float], float] = abs
 
+    assert structure(Balanced, {"rate": 1}).act is abs
     assert structure(Balanced, {"rate": 1}).rate == 1.0
     assert structure(Balanced, {}).rate is None
     with pytest.raises(ConfigError, match=r"^rate: expected float( \| none)?, read \"fast\" \(str"):
         structure(Balanced, {"rate": "fast"})
     with pytest.raises(SystemExit):
         load_config(Balanced, ["--help"])
-    assert "Callable" not in capsys.readouterr().out
+    assert "rate  float | none " in capsys.readouterr().out

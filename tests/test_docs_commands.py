@@ -11,16 +11,14 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pytest
-from runs import run_here
 from torch.distributed.run import get_args_parser
 
-import forgekit as fk
 from forgekit.cli import main
 from forgekit.cli.recipes import recipe_or_settings
 from forgekit.cli.usage import UsageError
 from forgekit.config import load_config
+from forgekit.mesh import resolve_sizes
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
@@ -97,20 +95,14 @@ def test_what_a_page_tells_to_type_exists(page, capsys):
             check_line(line, text, capsys)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "forgekit nothing",
+def test_a_line_that_does_not_work_is_found(capsys):
+    for line in (
         "forgekit report runs/a --outer",
         "forgekit cp pretrained my.py",
-        "forgekit plan pretrain mesh.xp=2 --world 8",
-        "torchrun --nproc-per-node 8 my.py model.dim=wide",
-        "sbatch train.sh pretrain.py runs/a --config pretrain_7_gpus.toml",
-    ],
-)
-def test_a_line_that_does_not_work_is_found(line, capsys):
-    with pytest.raises((AssertionError, SystemExit, UsageError)):
-        check_line(line, "", capsys)
+        "python my.py a=1",
+    ):
+        with pytest.raises((AssertionError, SystemExit, UsageError)):
+            check_line(line, "", capsys)
 
 
 def test_options_in_the_text_exist(capsys):
@@ -131,17 +123,6 @@ def test_options_in_the_text_exist(capsys):
             assert {flag for flag in found if "." not in flag} <= known, page
 
 
-@pytest.mark.oracle
-@pytest.mark.parametrize("page", ["README.md", "docs/plan.md"])
-def test_a_plan_on_a_page_is_of_a_run_that_starts(page, capsys):
-    text = PAGES[page].read_text()
-    plans = [line for line in lines_of(text) if line.startswith("forgekit plan ")]
-    assert plans
-    for line in plans:
-        words = shlex.split(line.replace(" my.py ", " pretrain "))[1:]
-        assert main(words) == 0, capsys.readouterr()
-
-
 def several_ranks():
     """Lines of the README, of pages, recipes and their settings that start several ranks.
 
@@ -154,15 +135,13 @@ def several_ranks():
         text = path.read_text()
         typed = text.replace("\\\n", " ")
         for line in re.findall(r"((?:torchrun|srun) [^`|\n]*\.py\b[^`|\n]*)", typed):
-            words = shlex.split(line.partition("  #")[0])
+            words = [w for w in shlex.split(line.partition("  #")[0]) if w != "&"]
             at = next(n for n, word in enumerate(words) if word.endswith(".py"))
             if (script := Path(words[at])).name != "recipe.py":  # which stands for any
                 rest = [str(RECIPES / w) if w.endswith(".toml") else w for w in words[at + 1 :]]
                 name = f"{path.relative_to(ROOT)}: {' '.join(words)}"
                 world = ranks_of(" ".join(words[:at]))
-                waits = any(word.startswith("redis=") for word in rest)
-                if world <= MOST and not waits:  # for generators: rollouts/test_recipe.py runs it
-                    found[name] = recipe_of(script, text), world, rest
+                found[name] = recipe_of(script, text), world, rest
     return found
 
 
@@ -172,57 +151,14 @@ def ranks_of(launcher):
     return math.prod(map(int, sizes)) if sizes else 8
 
 
-MOST = 16
-"""Ranks of a line that is planned; settings for more are laid out in recipes/test_machines.py."""
-SEVERAL = several_ranks()
-LONG = (pytest.mark.oracle, pytest.mark.timeout(1200))
-SOURCES = {
-    name: Path(sysconfig.get_path("stdlib"), folder)
-    for name, folder in {"asyncio": "json", "mail": "html", "tables": "logging"}.items()
-}
-"""Small ones in place of those of the curriculum."""
-FEWER = {
-    "pipeline": ["layers=2", "micro_batches=4"],
-    "pretrain": ["model.layers=2"],
-    "moe": ["model.layers=2"],
-    "curriculum": [
-        *("model.layers=2", "model.vocab_size=512"),
-        *(f"data.sources.{name}={folder}" for name, folder in SOURCES.items()),
-    ],
-}
-"""What a plan does not need all of, unless the line itself says how many."""
-SOON = {
-    str(recipe): line
-    for line, (recipe, _, words) in [*SEVERAL.items()][::-1]
-    if "--config" not in words
-}
-"""A line of each recipe."""
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    """Weights and data that stand for the reader's own, by the beginning of what names them."""
-    folder = tmp_path_factory.mktemp("given")
-    texts = RECIPES / "examples" / "chats.jsonl"
-    run_here("tiny_llama", [f"out={folder / 'base'}", f"texts={texts}"])
-    fk.write_tokens(folder / "tokens", [np.arange(20_000) % 64], vocab_size=64, eos_id=0)
-    return {
-        "base=": folder / "base",
-        "data.path=TOKENS": folder / "tokens",
-        "data.path=chats.jsonl": texts,
-    }
-
-
-@pytest.mark.parametrize(
-    "line",
-    [pytest.param(line, marks=() if line in SOON.values() else LONG, id=line) for line in SEVERAL],
-)
-def test_a_line_for_several_ranks_starts_on_as_many(line, paths, capsys, tmp_path, monkeypatch):
-    """A plan runs the recipe's own set-up and a step as one rank of so many."""
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("line", SEVERAL := several_ranks())
+def test_the_mesh_of_a_line_for_several_ranks_fits_them(line):
+    """And its batch: the set-up of each recipe in a layout is planned by other tests."""
     recipe, world, words = SEVERAL[line]
-    words = [*FEWER.get(recipe.stem, ()), *words]
-    for start, path in paths.items():
-        words = [f"{w.partition('=')[0]}={path}" if w.startswith(start) else w for w in words]
-    code = main(["plan", str(recipe), *words, "--world", str(world)])
-    assert code == 0, capsys.readouterr().err
+    config = load_config(config_of(recipe), words)
+    if hasattr(config, "mesh"):
+        _, replicate, shard, context, _ = resolve_sizes(config.mesh, world)
+        ranks = replicate * shard
+        assert shard * context % config.mesh.ep == 0
+        if hasattr(config, "global_batch_size"):
+            assert config.global_batch_size % ((config.batch_size or 1) * ranks) == 0

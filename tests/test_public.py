@@ -9,7 +9,6 @@ import pkgutil
 import subprocess
 import sys
 import zipfile
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -33,27 +32,16 @@ TESTING = ("pytest", "hypothesis", "oracle", "ranks", "tests", "conftest")
 ROOMS = (fk.data, fk.model, fk.optim, fk.steps, fk.run)
 
 
-def _summary(thing):
-    return (thing.__doc__ or "").strip().split("\n")[0]
-
-
-def test_public_names_are_there_and_documented():
-    for name in fk.__all__:
-        thing = getattr(fk, name)
-        if inspect.isclass(thing) or inspect.isfunction(thing):
-            assert thing.__module__.startswith("forgekit."), name
-            # Beside nothing dataclasses write "Name(field, ...)".
-            assert len(_summary(thing)) > 15, name
-            assert not _summary(thing).startswith(f"{name}("), name
-
-
-def test_names_of_a_room_are_documented_and_not_at_the_top():
-    for room in ROOMS:
-        assert set(room.__all__).isdisjoint(fk.__all__)
+def test_public_names_are_there_and_documented_and_each_in_one_room():
+    for room in (fk, *ROOMS):
+        assert room is fk or set(room.__all__).isdisjoint(fk.__all__)
         for name in room.__all__:
             thing = getattr(room, name)
             if inspect.isclass(thing) or inspect.isfunction(thing):
-                assert len(_summary(thing)) > 15, name
+                summary = (thing.__doc__ or "").strip().split("\n")[0]
+                # Where there is no docstring dataclasses write "Name(field, ...)".
+                assert len(summary) > 15, name
+                assert not summary.startswith(f"{name}("), name
 
 
 def _imports(path):
@@ -123,7 +111,7 @@ print(*sys.modules, file=sys.stderr)
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["--version"], ["ls"], ["cp", "pretrain"], ["diff", "--help"]],
+    [["--help"], ["ls"], ["cp", "pretrain"], ["diff", "--help"]],
     ids=" ".join,
 )
 def test_a_command_that_computes_nothing_starts_without_torch(words, tmp_path):
@@ -134,17 +122,12 @@ def test_a_command_that_computes_nothing_starts_without_torch(words, tmp_path):
     assert loaded.isdisjoint({"torch", "numpy", "tensordict", "safetensors", *OPTIONAL})
 
 
-def test_no_file_takes_a_name_with_an_underscore_from_another():
+def test_files_take_no_name_with_an_underscore_from_another_and_nothing_of_the_tests():
     """The underscore alone says what is a file's own; only packages list what they offer."""
     for path in ROOT.rglob("*.py"):
         for module, names in _imports(path):
             own = [name for name in names if name.startswith("_")]
             assert not (module.startswith("forgekit") and own), (path.name, own)
-
-
-def test_the_package_imports_nothing_of_its_tests():
-    for path in ROOT.rglob("*.py"):
-        for module, _ in _imports(path):
             assert module.split(".")[0] not in TESTING, path
 
 
@@ -176,7 +159,3 @@ def test_the_wheel_carries_recipes_and_types(tmp_path):
     recipes = {f"forgekit/recipes/{p.relative_to(folder)}" for p in shipped if p.is_file()}
     assert recipes | {"forgekit/py.typed", "forgekit/steps/accumulate.py"} <= names
     assert not [name for name in names if name.startswith(("tests/", "recipes/", "benchmarks/"))]
-
-
-def test_the_version_is_that_of_the_package():
-    assert fk.__version__ == version("forgekit")

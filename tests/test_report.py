@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import re
 import sys
 from html.parser import HTMLParser
@@ -104,12 +103,7 @@ def test_the_headline_has_the_numbers_that_one_looks_for(tmp_path):
     ]
     lines(tmp_path / "metrics.jsonl", rows)
     begun = {"event": "started", "ranks": 8, "device": "cuda", "parameters": 124_500_000}
-    events = [
-        begun | {"time": "2026-01-02T03:00:00+00:00"},
-        {"event": "stopped", "time": "2026-01-02T04:00:00+00:00"},
-        begun | {"time": "2026-01-03T03:00:00+00:00"},
-    ]
-    lines(tmp_path / "history.jsonl", events)
+    lines(tmp_path / "history.jsonl", [begun, {"event": "stopped"}, begun])
     status = {"status": "finished", "step": 40, "time": "2026-01-03T03:30:00+00:00"}
     (tmp_path / "status.json").write_text(json.dumps(status))
     found = page_of(tmp_path).headline
@@ -117,9 +111,9 @@ def test_the_headline_has_the_numbers_that_one_looks_for(tmp_path):
     assert found["devices"] == "8 x cuda"
     assert found["targets seen"] == "4,000"
     assert found["MFU"] == "25.0%"
-    assert found["wall time"] == "1:30:00, starts: 2"
+    assert found["starts"] == "2"
     assert found["time in steps"] == "0:00:20, 25.0% waiting for data"
-    assert found["peak memory"] == "256 MiB"
+    assert found["peak memory"] == "0.25 GiB"
     assert found["status"].startswith("finished; step 40 of ?, 2026-01-03")
 
 
@@ -148,22 +142,6 @@ def test_lines_are_where_the_numbers_are(page):
     assert np.allclose((y - y[0]) / (y[-1] - y[0]), (steps**2 - 1) / (40**2 - 1), atol=1e-3)
 
 
-def test_one_evaluation_is_a_number_and_no_chart(tmp_path):
-    rows = few(3)
-    rows[-1] |= {"eval/held_out/loss": 2.5, "eval/held_out/bits_per_byte": 1.25}
-    lines(tmp_path / "metrics.jsonl", rows)
-    page = page_of(tmp_path, charts=True)
-    assert "Evaluation: bits per byte" not in page.text
-    assert ["eval/held_out/bits_per_byte", "1.25 at step 3", "1.25 at step 3"] in page.rows
-
-
-@pytest.mark.parametrize(("config", "has_mask"), [({}, False), ({"data": {"doc_ids": True}}, True)])
-def test_a_plain_causal_mask_is_not_drawn(tmp_path, config, has_mask):
-    lines(tmp_path / "metrics.jsonl", few(1))  # no chart
-    (tmp_path / "config.json").write_text(json.dumps({"model": {"dim": 8}} | config))
-    assert ("Who attends to whom" in page_of(tmp_path, charts=True).text) is has_mask
-
-
 def test_numbers_that_no_axis_can_hold_are_named_and_left_out(tmp_path):
     """An integer of 400 digits, and a float whose axis would overflow."""
     rows = few(30)
@@ -175,17 +153,6 @@ def test_numbers_that_no_axis_can_hold_are_named_and_left_out(tmp_path):
         ["2 of 30 rows, step 5 first"]
     ]
     assert plot_losses(tmp_path / "metrics.jsonl", tmp_path / "a.png").is_file()
-
-
-@pytest.mark.parametrize("name", ["metrics.jsonl", "history.jsonl", "config.json", "samples/a.txt"])
-def test_a_pipe_in_place_of_a_file_is_left_out(tmp_path, name):
-    """Opening one would wait for a writer that never comes."""
-    lines(tmp_path / "metrics.jsonl", rows_of(3))
-    (tmp_path / "status.json").write_text('{"status": "finished"}')
-    (tmp_path / "samples").mkdir()
-    (tmp_path / name).unlink(missing_ok=True)
-    os.mkfifo(tmp_path / name)
-    assert "cannot be read: [Errno 22] Not a regular file" in page_of(tmp_path).text
 
 
 def test_a_run_that_nobody_holds_is_killed_and_one_that_is_held_runs(tmp_path):
@@ -236,15 +203,12 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path):
     assert "step 3" in text
 
 
-def test_a_run_that_has_failed_before_its_first_row_has_a_page(tmp_path):
-    (tmp_path / "status.json").write_text('{"status": "failed", "reason": "ValueError: no"}')
-    assert "ValueError: no" in page_of(tmp_path).text
-
-
-def test_twenty_thousand_steps_keep_their_spike(tmp_path):
-    report_runs.write_long(tmp_path / "metrics.jsonl", 20_000)
+def test_of_many_steps_each_spike_stays(tmp_path):
+    rows = few(20_000)
+    rows[9_999]["train/loss"], rows[14_000]["train/loss"] = 1e6, None
+    lines(tmp_path / "metrics.jsonl", rows)
     page = page_of(tmp_path, charts=True)
-    assert len(page.source) < 5e6
+    assert len(page.source) < 2e5
     assert "1 rows above, the largest 1 M" in page.text
     x, y = curve_of(page, "Loss")
     steps = (x - x[0]) / (x[-1] - x[0]) * 19_999 + 1
@@ -264,13 +228,10 @@ def test_without_matplotlib_the_page_has_its_tables(tmp_path, run, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere"], r"nowhere has no row of metrics and no status\.json\. +Name a run directory"),
         (["empty"], r"empty has no row of metrics and no status\.json\. +Name a run directory"),
         (["broken"], r"line 1 is 'step 1 loss 3'\. Name a run directory"),
-        (["run", "--out", "empty"], r"empty would not open in a browser; name a file"),
         (["run", "--out", "page.pdf"], r"page\.pdf would not open in a browser"),
         (["run", "--out", "file/a.html"], r"no page was written: .*file.*\. Name one with --out\."),
-        (["run", "--watch"], r"unrecognized arguments: --watch"),
     ],
 )
 def test_what_is_no_run_exits_2(arguments, message, tmp_path, monkeypatch, capsys):
@@ -280,11 +241,7 @@ def test_what_is_no_run_exits_2(arguments, message, tmp_path, monkeypatch, capsy
     (tmp_path / "broken/metrics.jsonl").write_text("step 1 loss 3\n")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("no metrics\n")
-    try:
-        code = main(["report", *arguments])
-    except SystemExit as stop:  # argparse
-        code = stop.code
-    assert code == 2
+    assert main(["report", *arguments]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not list(tmp_path.rglob("*.html"))
 
@@ -292,48 +249,20 @@ def test_what_is_no_run_exits_2(arguments, message, tmp_path, monkeypatch, capsy
 # Pictures
 
 
-def loss_rows(count, scale=1.0):
-    rows = [
-        {"step": step, "train/loss": scale * (2 + 5 / step), "train/lr": 1e-3 / step}
-        for step in range(1, count + 1)
-    ]
-    rows[count // 2]["train/loss"] = None
-    rows[-1]["eval/held_out/loss"] = scale * 2.1
-    return rows
-
-
 def test_each_curve_is_in_the_picture(tmp_path, monkeypatch):
     """Without pyplot, whose global figures belong to the user's own script."""
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    changes = {
-        "train/loss": 6.0,
-        "train/lr": 0.01,
-        "eval/held_out/loss": 4.0,
-        "eval/b/loss": 3.0,
-    }
+    changes = {"train/loss": 6.0, "train/lr": 0.01, "eval/held_out/loss": 4.0, "eval/b/loss": 3.0}
     pictures = []
     for change in ({}, {}, *({key: value} for key, value in changes.items())):
-        rows = loss_rows(40)
-        rows[-1] |= change
+        rows = rows_of(40)
+        rows[0]["train/loss"] = None
+        rows[-1] |= {"eval/held_out/loss": 2.1} | change
         path = lines(tmp_path / "m.jsonl", rows)
         pictures.append(plot_losses(path, tmp_path / "new" / "m.png").read_bytes())
     assert pictures[0].startswith(b"\x89PNG\r\n\x1a\n")
     assert pictures[0] == pictures[1]
     assert len(set(pictures)) == 1 + len(changes)
-
-
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [{"step": 1, "train/loss": 3.0, "train/lr": 0.1}],
-        [{"step": 1, "eval/held_out/loss": 3.0}],
-        [{"step": 1, "train/loss": None, "train/lr": 0.1}, {"step": 2, "train/loss": 3.0}],
-    ],
-    ids=["one row", "evaluation alone", "first loss not finite"],
-)
-def test_short_runs_have_a_picture_too(tmp_path, rows):
-    path = plot_losses(lines(tmp_path / "m.jsonl", rows), tmp_path / "m.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def loads(steps, load=1.0, layers=2):
@@ -357,21 +286,17 @@ def test_the_picture_shows_the_loads(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("draw", "rows", "error", "message"),
+    ("draw", "rows", "message"),
     [
-        (plot_losses, [{"step": 1, "train/loss": None}], ValueError, "1 rows and no finite loss"),
-        (plot_expert_loads, loads([]), ValueError, r"has no moe/load/\.\.\. in it\. Log them: "),
+        (plot_losses, [{"step": 1, "train/loss": None}], "1 rows and no finite loss"),
+        (plot_expert_loads, loads([]), r"has no moe/load/\.\.\. in it\. Log them: "),
     ],
 )
-def test_nothing_to_draw_is_an_error_and_no_picture(tmp_path, draw, rows, error, message):
-    path = lines(tmp_path / "m.jsonl", rows)
-    with pytest.raises(error, match=message):
-        draw(path, tmp_path / "m.png")
-    assert not (tmp_path / "m.png").exists()
-
-
-@pytest.mark.parametrize("draw", [plot_losses, plot_expert_loads])
-def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch, draw):
+def test_nothing_to_draw_is_an_error_and_no_picture(tmp_path, monkeypatch, draw, rows, message):
+    path, picture = lines(tmp_path / "m.jsonl", rows), tmp_path / "m.png"
+    with pytest.raises(ValueError, match=message):
+        draw(path, picture)
+    assert not picture.exists()
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r'pip install "forgekit\[plot\]"'):
-        draw(lines(tmp_path / "m.jsonl", loads([1])), tmp_path / "m.png")
+        draw(path, picture)

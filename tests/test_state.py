@@ -47,7 +47,7 @@ def test_a_state_has_the_fields_of_the_contract():
     assert [*contract.split(), *added] == FIELDS
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, 0.75, float("inf"), float("nan")])
+@pytest.mark.parametrize("scale", [0.0, -1.0, 0.75, float("nan")])
 def test_a_loss_scale_that_rounds_is_refused(scale):
     message = rf"^loss_scale {scale} is not a positive power of two; .*for example 2\.0\*\*-12\.$"
     with pytest.raises(ValueError, match=message):
@@ -62,28 +62,20 @@ def test_a_state_is_frozen():
         state.extra = 1
 
 
-def test_donate_returns_a_state_with_changes_and_the_same_parts():
+def test_no_field_of_a_donated_state_can_be_read():
     state = create(seed=3)
-    model, optimizer = state.model, state.optimizer
-    new = fk.donate(state, step=5, samples=40)
-    assert (new.step, new.samples, new.seed) == (5, 40, 3)
-    assert new.model is model
-    assert new.optimizer is optimizer
-    assert type(new) is fk.TrainState
-
-
-@pytest.mark.parametrize("name", FIELDS)
-def test_no_field_of_a_donated_state_can_be_read(name):
-    state = create()
+    model = state.model
     line = sys._getframe().f_lineno + 1
-    new = fk.donate(state)
-    with pytest.raises(fk.DonatedStateError) as error:
-        getattr(state, name)
-    assert str(error.value) == (
-        f"read {name!r} of a TrainState that was donated at test_state.py:{line}. "
-        "Keep the state the step returned: state, metrics = step(state, batches)."
-    )
-    getattr(new, name)
+    new = fk.donate(state, step=5)
+    for name in FIELDS:
+        with pytest.raises(fk.DonatedStateError) as error:
+            getattr(state, name)
+        assert str(error.value) == (
+            f"read {name!r} of a TrainState that was donated at test_state.py:{line}. "
+            "Keep the state the step returned: state, metrics = step(state, batches)."
+        )
+        getattr(new, name)
+    assert (new.step, new.seed, new.model) == (5, 3, model)
 
 
 def test_a_failed_change_donates_nothing():
@@ -103,25 +95,13 @@ def test_a_slip_in_a_name_is_a_plain_attribute_error():
         _ = state.stpe
 
 
-def test_evolve_changes_a_copy_and_consumes_nothing():
-    state = create()
-    other = attrs.evolve(state, seed=9)
-    assert (state.seed, other.seed) == (0, 9)
-    assert other.model is state.model
-    fk.donate(other)
-    assert state.seed == 0
-
-
 def test_a_state_is_shown_in_one_short_line():
     state = create(Extended, teacher=nn.Linear(2, 3), seed=4)
     shown = repr(state)
     assert shown.startswith("Extended(step=0, samples=0, targets=tensor(0)")
-    assert "seed=4" in shown
     assert "temperature=2.0" in shown
     assert "\n" not in shown
     assert len(shown) < 200
-    assert "Linear" not in shown
-    assert "SGD" not in shown
 
 
 def test_a_subclass_keeps_its_fields_and_loses_them_when_donated():

@@ -44,11 +44,6 @@ def test_a_stream_that_fails_is_quiet_from_then_on(name):
     assert steady.closed
 
 
-def test_other_errors_of_a_stream_are_not_hidden():
-    with open(os.devnull, "w", encoding="ascii") as stream, pytest.raises(UnicodeEncodeError):
-        Steady(stream).write("é")
-
-
 def test_streams_are_put_back_and_missing_ones_lead_nowhere(monkeypatch, capfd):
     monkeypatch.setattr(sys, "stderr", None)
     monkeypatch.setattr(sys, "stdout", shown := io.StringIO())

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import count, islice
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,13 +190,6 @@ def first_alone(send: Any) -> Any:
     return sent
 
 
-def other_rows(mesh: Any) -> Any:
-    """Rows by the process's rank, on ranks that share a model."""
-    record = build("right", (), mesh)
-    record.loader = islice(batches(None), fk.process_rank(), None)
-    return record
-
-
 def raises(mesh: Any) -> Any:
     """An error on rank 1 alone."""
     if fk.process_rank() == 1:
@@ -237,14 +230,6 @@ def in_16_bits(mesh: Any) -> Any:
     model = fk.parallelize(Model("right"), mesh, plan=PLAN, blocks="layers", precision="bf16")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     record.state = fk.TrainState.create(model, optimizer, mesh=mesh)
-    return record
-
-
-def few_batches(mesh: Any) -> Any:
-    """Micro-batches for two steps."""
-    record = build("right", (), mesh)
-    stream = batches(mesh)
-    record.loader = [next(stream) for _ in range(8)]
     return record
 
 

@@ -6,9 +6,6 @@ import argparse
 import json
 import os
 import tempfile
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -29,8 +26,9 @@ from forgekit.cli.usage import UsageError, add_settings, file_path
 from forgekit.terminal import tell
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from forgekit.plan.plan import Plan
-    from forgekit.plan.sweep import LeftOut
 
 ROWS = 8
 """Rows of the token file that stands in for one that is not there."""
@@ -66,54 +64,39 @@ def _options() -> argparse.ArgumentParser:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    from unittest import mock
+
     from forgekit.metrics.device_specs import MACHINES
     from forgekit.plan.stand_ins import PlanError
 
     _, options.settings = _options().parse_known_args(options.settings, options)
     if options.device not in MACHINES:
         raise UsageError(f"--device {options.device!r}: it is one of {quoted(MACHINES)}.")
-    for name in ("world", "node_size"):
-        if (size := getattr(options, name)) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {size}: it must be at least 1.")
-    with _without_accelerators(), opened(script_of(options.recipe, options.recipes)) as recipe:
+    if min(options.world, options.node_size) < 1:
+        raise UsageError("--world and --node-size must be at least 1.")
+    with (
+        mock.patch.dict(os.environ, {"CUDA_VISIBLE_DEVICES": ""}),
+        opened(script_of(options.recipe, options.recipes)) as recipe,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         config = configured(recipe, options.settings, "plan")
-        with tempfile.TemporaryDirectory() as folder:
-            run = partial(_planned, options, recipe, Path(folder))
-            try:
-                if options.sweep:
-                    return _sweep(options, config, run)
-                _check_world(config, options.world)
-                plan = run(config)
-            except PlanError as error:
-                raise UsageError(str(error)) from None
-            except UsageError:
-                raise
-            except (Exception, SystemExit) as error:
-                reason = f"{type(error).__name__}: {error}"
-                tell(f"{options.recipe} would end with {reason}")
-                return 1
-    _show([plan], [], options)
+        run = partial(_planned, options, recipe, Path(folder))
+        try:
+            if options.sweep:
+                return _sweep(options, config, run)
+            plan = run(config)
+        except (PlanError, UsageError) as error:
+            raise UsageError(str(error)) from None
+        except (Exception, SystemExit) as error:
+            tell(f"{options.recipe} would end with {type(error).__name__}: {error}")
+            return 1
+    from forgekit.plan.plan import show_plan
+
+    if options.json:
+        print(json.dumps(plan.as_json(), indent=1))
+    else:
+        show_plan(plan, _console())
     return 0
-
-
-def _check_world(config: Any, world: int) -> None:
-    from forgekit.mesh import resolve_sizes
-
-    try:
-        resolve_sizes(config.mesh, world)
-    except ValueError as error:
-        raise UsageError(f"--world {world}: {error}") from None
-
-
-@contextmanager
-def _without_accelerators() -> Iterator[None]:
-    before = os.environ.copy()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _planned(options: argparse.Namespace, recipe: ModuleType, folder: Path, config: Any) -> Plan:
@@ -121,7 +104,10 @@ def _planned(options: argparse.Namespace, recipe: ModuleType, folder: Path, conf
     from forgekit.mesh import resolve_sizes
     from forgekit.plan.plan import Job, plan_step
 
-    pp, *_ = resolve_sizes(config.mesh, options.world)
+    try:
+        pp, *_ = resolve_sizes(config.mesh, options.world)
+    except ValueError as error:
+        raise UsageError(f"--world {options.world}: {error}") from None
     here = _without_machines(config, folder)
     job = Job(
         setup=partial(build, recipe, here),
@@ -137,8 +123,8 @@ def _planned(options: argparse.Namespace, recipe: ModuleType, folder: Path, conf
 
 
 def _sweep(options: argparse.Namespace, config: Any, run: Any) -> int:
-    """Plan the layouts of a world; 1 if none is valid."""
-    from forgekit.plan.sweep import layouts, lighter_settings, sweep
+    """Plan the layouts of a world and show them; 1 if none is valid."""
+    from forgekit.plan.sweep import layouts, lighter_settings, show_sweep, sweep
 
     plans, left_out = sweep(
         layouts(config, options.world, options.node_size),
@@ -146,13 +132,18 @@ def _sweep(options: argparse.Namespace, config: Any, run: Any) -> int:
         lambda mesh, changes: run(attrs.evolve(config, mesh=mesh, **changes)),
         tell,
     )
-    if plans:
-        _show(plans, left_out, options)
-        return 0
-    tell(f"none of {len(left_out)} layouts of {options.world} devices is valid:")
-    for reason, count in Counter(one.refused for one in left_out).most_common(3):
-        tell(f"  {count} x {reason}")
-    return 1
+    if options.json:
+        trees = [*(plan.as_json() for plan in plans), *map(attrs.asdict, left_out)]
+        print(json.dumps(trees, indent=1))
+    else:
+        show_sweep(plans, left_out, _console())
+    return 0 if plans else 1
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False, width=140)
 
 
 def _without_machines(config: Any, folder: Path) -> Any:
@@ -178,21 +169,3 @@ def _tokens(vocabulary: int, positions: int, path: Path) -> Path:
         ids = np.arange(count) % max(vocabulary - 1, 1) + 1
         write_tokens(path, [ids % vocabulary], vocab_size=vocabulary, eos_id=0)
     return path
-
-
-def _show(plans: list[Plan], left_out: list[LeftOut], options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    from forgekit.plan.plan import show_plan
-    from forgekit.plan.sweep import show_sweep
-
-    console = Console(highlight=False, width=140)
-    if options.json:
-        trees = [*(plan.as_json() for plan in plans), *map(attrs.asdict, left_out)]
-        print(json.dumps(trees if options.sweep else trees[0], indent=1))
-    elif options.sweep:
-        show_sweep(plans, console)
-        for reason, count in Counter(one.refused for one in left_out).most_common():
-            console.print(f"{count} x {reason}", markup=False)
-    else:
-        show_plan(plans[0], console)

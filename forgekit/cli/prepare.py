@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgekit.cli.usage import UsageError
+from forgekit.terminal import tell
 
 if TYPE_CHECKING:
     from forgekit.data.documents import Documents
@@ -57,7 +58,7 @@ def _prepare(options: argparse.Namespace) -> int:
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(str(error)) from None
     except KeyboardInterrupt:
-        print("forgekit: interrupted; the same command continues from here.", file=sys.stderr)
+        tell("forgekit: interrupted; the same command continues from here.")
         return 1
     if not prepared.is_new:
         print(f"{prepared.path} was made from the same files before and stays unchanged.")
@@ -111,8 +112,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         if stage not in tasks:
             tasks[stage] = bars.add_task(stage, total=None)
             if bars.disable:
-                size = f"{total / 1e6:.1f} MB of text" if total else "text"
-                print(f"{stage}: reading {size}", file=sys.stderr, flush=True)
+                tell(f"{stage}: reading {f'{total / 1e6:.1f} MB of ' if total else ''}text")
         bars.update(tasks[stage], completed=done, total=total or None)
 
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars:

@@ -38,11 +38,8 @@ def recipes_folder() -> Path:
 
 
 def recipe_files(folder: Path) -> dict[str, Path]:
-    """The recipes by name; at least one."""
-    recipes = {path.stem: path for path in sorted(folder.glob("*.py"))}
-    if not recipes:
-        raise UsageError(f"there are no recipes in {folder}; is forgekit installed completely?")
-    return recipes
+    """The recipes by name."""
+    return {path.stem: path for path in sorted(folder.glob("*.py"))}
 
 
 def settings_files(folder: Path) -> dict[str, Path]:
@@ -113,7 +110,7 @@ def _cp(options: argparse.Namespace) -> int:
     target = _target(recipe, options.target)
     settings = recipe.with_suffix(".toml")
     text = recipe.read_text()
-    copies = {target: _stamped(text, recipe.name, target.name)}
+    copies = {target: _stamped(text, recipe.name)}
     if settings.exists() and settings != recipe:
         copies[target.with_suffix(".toml")] = settings.read_text()
     existing = [str(path) for path in copies if path.exists()]
@@ -141,13 +138,11 @@ def _target(recipe: Path, target: str | None) -> Path:
     return path
 
 
-def _stamped(text: str, file: str, copy: str) -> str:
+def _stamped(text: str, file: str) -> str:
     """Add the stamp before a docstring, which stays one, and after ``#!``."""
     first, rest = _first_line(text)
-    # Whatever the copy is called: a line break in its name would begin a line of code.
-    name = shlex.quote(copy) if copy.isprintable() else "COPY"
     stamp = f"# Copied from forgekit {VERSION} recipes/{file} (sha256 {digest_of(text)}).\n"
-    return f"{first}{stamp}# To compare: forgekit diff {name}\n{rest}"
+    return f"{first}{stamp}# To compare: forgekit diff COPY\n{rest}"
 
 
 def digest_of(text: str) -> str:

@@ -80,19 +80,13 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _sizes(config: Any, settings: Sequence[str]) -> dict[str, int]:
     """Small sizes of batches that a layout can share, where those of the recipe are not given."""
-    names = ("global_batch_size", "batch_size")
+    names = {"global_batch_size", "batch_size"}
     given = {word.lstrip("-").partition("=")[0] for word in settings}
-    if not all(hasattr(config, name) for name in names) or given & set(names):
+    if not all(hasattr(config, name) for name in names) or given & names:
         return {}
     mesh = config.mesh
-    ranks = max(mesh.dp_replicate, 1) * max(mesh.dp_shard, 1)
-    least = 2 * mesh.pp if mesh.pp > 1 else 1
-    if config.batch_size is not None:
-        count, rest = divmod(config.global_batch_size, config.batch_size * ranks)
-        if not rest and count >= least and count * ranks > 1:
-            return {}
-    rows = min(config.batch_size or 2, 2)
-    return {"global_batch_size": max(2, least) * rows * ranks, "batch_size": rows}
+    ranks, rows = max(mesh.dp_replicate, 1) * max(mesh.dp_shard, 1), min(config.batch_size or 2, 2)
+    return {"global_batch_size": 2 * max(mesh.pp, 1) * rows * ranks, "batch_size": rows}
 
 
 def _set_up(script: str, tree: dict[str, Any], mesh: MeshSpec) -> Any:

@@ -8,7 +8,7 @@ after the other, each given what the others have broadcast to it; all others do 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from operator import itemgetter
 from typing import Any
@@ -109,6 +109,16 @@ class PlannedRank:
             if call.op != "all_to_all" and all(part in HIDDEN for part in name.split("+"))
         )
 
+    @property
+    def traffic(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Count and bytes of its collectives, by kind and mesh dimension."""
+        sums: dict[tuple[str, str], tuple[int, int]] = {}
+        for call, count in self.work.calls.items():
+            key = call.op, self.dimensions[call]
+            before, size = sums.get(key, (0, 0))
+            sums[key] = before + count, size + count * call.size
+        return sums
+
 
 @attrs.frozen(kw_only=True)
 class Plan:
@@ -166,9 +176,14 @@ class Plan:
 
     def __str__(self) -> str:
         """Sizes above 1, and what was changed beside them."""
-        sizes = " x ".join(f"{name} {size}" for name, size in self.layout.items() if size > 1)
         changed = (f"{name}={value}" for name, value in self.changed.items())
-        return ", ".join([sizes or "1 rank", *changed])
+        return ", ".join([named(self.layout), *changed])
+
+
+def named(layout: Mapping[str, int]) -> str:
+    """Write a layout by its sizes above 1."""
+    sizes = (f"{name}={size}" for name, size in layout.items() if size > 1)
+    return " ".join(sizes) or "one device"
 
 
 def plan_step(job: Job) -> Plan:
@@ -184,9 +199,12 @@ def plan_step(job: Job) -> Plan:
         PlanError: If the step reads a number that only computation would give.
         Exception: What ``setup`` or the step raises, as on the machines.
     """
-    machine = MACHINES[job.device]
-    ranks = plan_ranks(job)
-    first = ranks[0]
+    return summed(job, plan_ranks(job))
+
+
+def summed(job: Job, ranks: list[PlannedRank]) -> Plan:
+    """Add up what one rank of each pipeline position does."""
+    machine, first = MACHINES[job.device], ranks[0]
     seconds = [estimate(machine, job.node_size, rank.work, rank.hidden) for rank in ranks]
     bubble = 0.0
     if job.pp > 1:
@@ -212,7 +230,7 @@ def plan_step(job: Job) -> Plan:
         bubble=bubble,
         memory_limit=limit,
         ranks=[{"rank": one.rank, "pp": pp, "memory": one.memory} for pp, one in enumerate(ranks)],
-        collectives=_traffic(ranks),
+        collectives=_most_traffic(ranks),
     )
 
 
@@ -346,21 +364,16 @@ class _Marked:
             yield batch
 
 
-def _traffic(ranks: list[PlannedRank]) -> list[dict[str, Any]]:
-    """Collectives by kind and dimension, of the rank that has the most of each."""
-    most: dict[tuple[str, str], dict[str, Any]] = {}
+def _most_traffic(ranks: list[PlannedRank]) -> list[dict[str, Any]]:
+    """Collectives by kind and dimension, of the rank that has the most bytes of each."""
+    most: dict[tuple[str, str], tuple[int, int]] = {}
     for rank in ranks:
-        sums: dict[tuple[str, str], dict[str, Any]] = {}
-        for call, count in rank.work.calls.items():
-            op, dimension = call.op, rank.dimensions[call]
-            empty = {"op": op, "dimension": dimension, "count": 0, "bytes": 0}
-            one = sums.setdefault((op, dimension), empty)
-            one["count"] += count
-            one["bytes"] += count * call.size
-        most |= {
-            key: max(one, most.get(key, one), key=itemgetter("bytes")) for key, one in sums.items()
-        }
-    return [most[key] for key in sorted(most)]
+        for key, sent in rank.traffic.items():
+            most[key] = max(sent, most.get(key, sent), key=itemgetter(1))
+    return [
+        {"op": op, "dimension": dimension, "count": count, "bytes": size}
+        for (op, dimension), (count, size) in sorted(most.items())
+    ]
 
 
 def show_plan(plan: Plan, console: Console) -> None:
@@ -371,28 +384,17 @@ def show_plan(plan: Plan, console: Console) -> None:
             text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
             console.print(f"{name.replace('_', ' '):<36}{text}", markup=False)
     names = (*CATEGORIES, "peak")
-    sizes = [
-        (rank["rank"], rank["pp"], *(f"{rank['memory'][name] / GIB:.3f}" for name in names))
-        for rank in plan.ranks
-    ]
-    console.print(table("memory in GiB, the most of each", ("rank", "pp", *names), sizes))
-    sent = [
-        (one["op"], one["dimension"], f"{one['count']:,}", f"{one['bytes'] / 2**20:,.2f}")
-        for one in plan.collectives
-    ]
-    names = ("op", "dimension", "count", "MiB")
-    console.print(table("collectives of a rank in a step", names, sent))
+    memory = Table("rank", "pp", *names, title="memory in GiB, the most of each")
+    for rank in plan.ranks:
+        sizes = (f"{rank['memory'][name] / GIB:.3f}" for name in names)
+        memory.add_row(str(rank["rank"]), str(rank["pp"]), *sizes)
+    traffic = Table("op", "dimension", "count", "MiB", title="collectives of a rank in a step")
+    for one in plan.collectives:
+        mib = f"{one['bytes'] / 2**20:,.2f}"
+        traffic.add_row(one["op"], one["dimension"], f"{one['count']:,}", mib)
+    for table in (memory, traffic):
+        table.title_justify = "left"
+        console.print(table)
     verdict = "fits" if plan.fits else "DOES NOT FIT"
     have = f"of the {plan.memory_limit / GIB:.1f} GiB that tensors can have on a device"
     console.print(f"{verdict}: {plan.peak / GIB:.2f} GiB at the peak, {have}", markup=False)
-
-
-def table(title: str, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
-    """Lay out rows of values, numbers to the right."""
-    lines = Table(title=title, title_justify="left")
-    for name in names:
-        is_text = name in ("op", "dimension", "layout", "fits")
-        lines.add_column(name, justify="left" if is_text else "right")
-    for row in rows:
-        lines.add_row(*map(str, row))
-    return lines

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 from rich.console import Console
+from rich.table import Table
 
 from forgekit.mesh import MeshSpec
-from forgekit.plan.plan import GIB, Plan, table
+from forgekit.plan.plan import GIB, Plan, named
 
 LONG = 16_384
 """Positions of a row from which a sweep tries context parallelism."""
@@ -58,40 +60,42 @@ def sweep(
     plans: list[Plan] = []
     left_out: list[LeftOut] = []
     reasons: dict[MeshSpec, str] = {}
-    behind, ended = 0, None
+    best: list[tuple[bool, float]] = []
     for size, group in itertools.groupby(specs, _model_ranks):
-        best = min(map(order_of, plans), default=None)
+        is_behind = len(best) > BEHIND and not best[-1][0] and best[-1] == best[-1 - BEHIND]
         for spec in group:
             unsharded = attrs.evolve(spec, dp_replicate=1, dp_shard=1)
-            reason = ended or reasons.get(unsharded)
-            if reason is None:
-                try:
-                    one = _first_that_fits(spec, changes, plan)
-                except Exception as error:
-                    reason = f"{type(error).__name__}: {error}"
-                    tell(f"{_named(spec)}: {reason}")
-                else:
-                    plans.append(one)
-                    verdict = "" if one.fits else ", does not fit"
-                    tell(f"{one}: {one.step_seconds:.3f} s{verdict}")
-                    if not (one.fits and one.exposed_seconds):
-                        verb = "wait for them" if one.fits else "fit"
-                        why = f"not planned: {_named(spec)}, with more shards, does not {verb}"
-                        reasons[unsharded] = why
+            reason = reasons.get(unsharded)
+            if is_behind:
+                reason = f"not planned: pp * tp * cp of {size}, {BEHIND} sizes were no faster"
             if reason is not None:
                 left_out.append(LeftOut(attrs.asdict(spec), reason))
-        is_behind = best is not None and not best[0] and min(map(order_of, plans)) == best
-        behind = behind + 1 if is_behind else 0
-        if behind == BEHIND:
-            ended = f"not planned: pp * tp * cp above {size}, where {BEHIND} sizes were no faster"
+                continue
+            try:
+                one = _first_that_fits(spec, changes, plan)
+            except Exception as error:
+                left_out.append(LeftOut(attrs.asdict(spec), f"{type(error).__name__}: {error}"))
+                tell(f"{named(attrs.asdict(spec))}: {left_out[-1].refused}")
+                continue
+            plans.append(one)
+            tell(f"{one}: {one.step_seconds:.3f} s{'' if one.fits else ', does not fit'}")
+            if not (one.fits and one.exposed_seconds):
+                verb = "wait for them" if one.fits else "fit"
+                layout = named(attrs.asdict(spec))
+                reasons[unsharded] = f"not planned: {layout}, with more shards, does not {verb}"
+        best.append(min(map(order_of, plans), default=(True, 0.0)))
     return sorted(plans, key=order_of), left_out
 
 
 def _first_that_fits(
     spec: MeshSpec, changes: Sequence[Changes], plan: Callable[[MeshSpec, Changes], Plan]
 ) -> Plan:
-    plans = (attrs.evolve(plan(spec, change), changed=dict(change)) for change in changes)
-    return next(one for last, one in enumerate(plans, 1) if one.fits or last == len(changes))
+    *first, last = changes
+    for change in first:
+        planned = plan(spec, change)
+        if planned.fits:
+            return attrs.evolve(planned, changed=dict(change))
+    return attrs.evolve(plan(spec, last), changed=dict(last))
 
 
 def order_of(plan: Plan) -> tuple[bool, float]:
@@ -148,17 +152,14 @@ def _model_ranks(spec: MeshSpec) -> int:
     return spec.pp * spec.tp * spec.cp
 
 
-def _named(spec: MeshSpec) -> str:
-    sizes = {name: size for name, size in attrs.asdict(spec).items() if size > 1}
-    return " ".join(f"{name}={size}" for name, size in sizes.items()) or "one device"
-
-
-def show_sweep(plans: Sequence[Plan], console: Console) -> None:
-    """Print layouts, the best first; device-hours are those of a billion targets."""
-    names = ("layout", "fits", "peak GiB", "step s", "tokens/s/device", "device-hours", "MFU")
-    rows = [
-        (
-            plan,
+def show_sweep(plans: Sequence[Plan], left_out: Sequence[LeftOut], console: Console) -> None:
+    """Print layouts, the best first, and the reasons of those that are left out."""
+    lines = Table("layout", "fits", title="device-hours of a billion targets", title_justify="left")
+    for name in ("peak GiB", "step s", "tokens/s/device", "device-hours", "MFU"):
+        lines.add_column(name, justify="right")
+    for plan in plans:
+        lines.add_row(
+            str(plan),
             "yes" if plan.fits else "no",
             f"{plan.peak / GIB:.2f}",
             f"{plan.step_seconds:.3f}",
@@ -166,6 +167,6 @@ def show_sweep(plans: Sequence[Plan], console: Console) -> None:
             f"{plan.device_hours:,.1f}",
             f"{plan.mfu:.1%}",
         )
-        for plan in plans
-    ]
-    console.print(table("", names, rows))
+    console.print(lines)
+    for reason, count in Counter(one.refused for one in left_out).most_common():
+        console.print(f"{count} x {reason}", markup=False)

@@ -48,16 +48,9 @@ def run_local_ranks(
         What each rank returned.
 
     Raises:
-        ValueError: If the function or its arguments cannot be pickled.
         LocalRankError: If a rank raised, died or did not finish in time.
     """
-    try:
-        job = pickle.dumps((function, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"ranks are processes of their own, which import what they call, and {error}. Define "
-            "it at the top level of a file (functools.partial adds arguments)."
-        ) from None
+    job = pickle.dumps((function, args))
     # Processes forked from a server that has imported torch; spawned ones cost seconds each.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forgekit.verification.measure"])

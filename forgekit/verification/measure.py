@@ -231,8 +231,7 @@ def _check_mesh(state: TrainState, spec: MeshSpec) -> None:
     asked = {name: getattr(spec, name) for name in DIMENSIONS}
     if any(built.get(name, 1) != size for name, size in asked.items()):
         raise ValueError(
-            f"setup built a mesh of {built} and was asked for {asked}; give build_mesh what it "
-            "is passed: fk.build_mesh(config.mesh)."
+            f"setup built a mesh of {built} and was asked for {asked}: fk.build_mesh(config.mesh)."
         )
 
 
@@ -242,7 +241,7 @@ def _check_precision(model: nn.Module) -> None:
         if dtype not in (None, torch.float64):
             raise ValueError(
                 f"setup asks parallelize to compute in {dtype}, and verify compares in float64; "
-                'take precision from the configuration, so that verify can set it to "fp32".'
+                'take precision from the configuration, where verify sets "fp32".'
             )
 
 

@@ -38,19 +38,17 @@ from forgekit.verification.result import SPLIT, VerifyCheck, VerifyReport
 Progress = Callable[[str], None]
 ONE_PROCESS = "one process"
 RANKS_OF_A_CORE = 32
-RANK_BYTES = 2**28
-"""What a rank takes of the memory beside its model, more or less."""
 
 
 @attrs.frozen(kw_only=True)
 class VerifyOptions:
     """The options of ``verify``; see there."""
 
-    mask: bool = True
-    split: bool = True
-    tolerance: float = 1e-8
-    timeout_s: float = 300
-    progress: Progress | None = None
+    mask: bool
+    split: bool
+    tolerance: float
+    timeout_s: float
+    progress: Progress
 
 
 def verify(
@@ -87,11 +85,14 @@ def verify(
         A report: every parameter's error, the loss, the norm, and the dimension that breaks.
 
     Raises:
-        ValueError: If the layout cannot be, ``build`` cannot be imported by other processes, or
-            this is a rank of a launcher already.
+        ValueError: If the layout cannot be, or this is a rank of a launcher already.
     """
     options = VerifyOptions(
-        mask=mask, split=split, tolerance=tolerance, timeout_s=timeout_s, progress=progress
+        mask=mask,
+        split=split,
+        tolerance=tolerance,
+        timeout_s=timeout_s,
+        progress=progress or (lambda _: None),
     )
     return verify_setup(partial(_with_mesh, build), layout, options)
 
@@ -109,14 +110,16 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
         options: As for ``verify``.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"this is one of {os.environ['WORLD_SIZE']} ranks; verify starts its ranks by itself, "
-            "so start it as one process, without torchrun or srun."
-        )
+        world = os.environ["WORLD_SIZE"]
+        raise ValueError(f"this is one of {world} ranks; verify starts its ranks by itself.")
     # On as few ranks as the layout has: what is left over (-1) is 1.
     spec = MeshSpec(**{name: max(size, 1) for name, size in attrs.asdict(layout).items()})
     resolve_sizes(spec, world_of(spec))
-    _check_machine(world_of(spec))
+    if world_of(spec) > (most := RANKS_OF_A_CORE * len(os.sched_getaffinity(0))):
+        raise ValueError(
+            f"the layout has {world_of(spec):,} ranks, each a process here, and these cores run at "
+            f"most {most}. Verify it with smaller sizes of its dimensions."
+        )
     with tempfile.TemporaryDirectory(prefix="forgekit-verify-") as folder:
         job = RankJob(setup=setup, spec=spec, folder=Path(folder), mask=options.mask)
         try:
@@ -126,26 +129,13 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
             return VerifyReport(layout=name, failure=str(error), tolerance=tolerance)
 
 
-def _check_machine(world: int) -> None:
-    """Refuse more ranks than this machine can run before the time is over."""
-    cores = len(os.sched_getaffinity(0))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    most = min(RANKS_OF_A_CORE * cores, max(memory // RANK_BYTES, 1))
-    if world > most:
-        raise ValueError(
-            f"the layout has {world:,} ranks, each a process here, and {cores} cores with "
-            f"{memory / 2**30:.1f} GiB run at most {most}. Verify it with smaller sizes of its "
-            "dimensions."
-        )
-
-
 def _verify(job: RankJob, options: VerifyOptions) -> VerifyReport:
     spec, began = job.spec, time.monotonic()
-    _say(options, _line(spec))
+    options.progress(_line(spec))
     ranks = _run(job, options)  # first: its own batches and weights are what all others get
-    check = VerifyCheck(name=_name(spec), ranks=world_of(spec), seconds=time.monotonic() - began)
+    seconds = time.monotonic() - began
     job = attrs.evolve(job, start=_start(ranks), batches=_all_batches(ranks, spec))
-    _say(options, "one process, with plain autograd")
+    options.progress("one process, with plain autograd")
     began = time.monotonic()
     plain = attrs.evolve(job, spec=MeshSpec(dp_shard=1))
     (expected,) = run_local_ranks(
@@ -159,7 +149,8 @@ def _verify(job: RankJob, options: VerifyOptions) -> VerifyReport:
     comparison = Comparison(job.folder, job.start or {}, expected)
     notes = _notes(expected, job.start or {})
     report = comparison.report(_name(spec), ranks, options.tolerance, notes)
-    checks, broken = [attrs.evolve(check, error=report.error)], ()
+    first = {"name": _name(spec), "ranks": world_of(spec), "seconds": seconds}
+    checks, broken = [VerifyCheck(**first, error=report.error)], ()
     if expected.merged is not None:
         seconds, error = time.monotonic() - began, comparison.merged_error(expected.merged)
         checks.append(VerifyCheck(name=SPLIT, ranks=1, seconds=seconds, error=error))
@@ -177,11 +168,6 @@ def _run(job: RankJob, options: VerifyOptions) -> list[RankResult]:
     return run_local_ranks(measure_layout, world, job, folder=job.folder, timeout_s=limit)
 
 
-def _say(options: VerifyOptions, line: str) -> None:
-    if options.progress is not None:
-        options.progress(line)
-
-
 def _bisect(
     job: RankJob, options: VerifyOptions, comparison: Comparison
 ) -> tuple[list[VerifyCheck], tuple[str, ...]]:
@@ -195,7 +181,7 @@ def _bisect(
             if part in checks or part == job.spec:
                 continue
             checks[part] = _try(attrs.evolve(job, spec=part), options, comparison)
-            if not checks[part].error <= options.tolerance:
+            if not checks[part].error <= options.tolerance:  # so that NaN counts
                 broken += names or [ONE_PROCESS]
         if broken:
             return [*checks.values()], tuple(dict.fromkeys(broken))
@@ -203,7 +189,7 @@ def _bisect(
 
 
 def _try(job: RankJob, options: VerifyOptions, comparison: Comparison) -> VerifyCheck:
-    _say(options, f"looking for what breaks: {_line(job.spec)}")
+    options.progress(f"looking for what breaks: {_line(job.spec)}")
     began, name = time.monotonic(), _name(job.spec)
     error, failure = math.nan, None
     try:

@@ -12,17 +12,9 @@ from forgekit.config import keys_of, load_config, name_of
 
 COMMANDS = {
     "no such command": (["reports"], r"invalid choice: 'reports' (choose from "),
-    "a copy that would not run": (
-        ["cp", "minimal", "a.txt"],
-        "a.txt is neither a .py file nor a folder that exists.",
-    ),
     "a file in the way": (
         ["prepare", "a.txt", "--out", "a.txt"],
         "a.txt is a file; name a directory that does not exist yet.",
-    ),
-    "files beside a dataset": (
-        ["prepare", "hf:a", "a.txt", "--out", "o"],
-        "hf:a is given beside other sources. Prepare each into a folder of its own, and mix them",
     ),
     "a run that is not there": (
         ["replay", "gone"],
@@ -36,10 +28,6 @@ COMMANDS = {
     "a recipe without a set-up": (
         ["verify", "minimal"],
         "minimal.py has no Config, setup; a recipe that this command can set up has Config",
-    ),
-    "two dimensions without a size": (
-        ["verify", "pretrain", "mesh.tp=-1"],
-        "mesh: dp_shard and tp are both -1; only one can be what is left",
     ),
     "experts beyond the ranks": (
         ["verify", "pretrain", "mesh.ep=2"],
@@ -57,8 +45,6 @@ def test_a_command_that_cannot_be_ends_with_code_2(
     arguments, message, tmp_path, monkeypatch, capsys
 ):
     (tmp_path / "a.txt").write_text("to be or not to be")
-    (tmp_path / "a.png").write_bytes(b"\x89PNG")
-    (tmp_path / "empty.py").touch()
     monkeypatch.chdir(tmp_path)
     try:
         code = main(arguments)
@@ -68,9 +54,8 @@ def test_a_command_that_cannot_be_ends_with_code_2(
     shown = capsys.readouterr()
     assert message in shown.err
     assert shown.out == ""
-    assert len(shown.err) < 900
     assert shown.err.replace("\n", "").isprintable()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.txt", "empty.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt"]
 
 
 MAY_BE_INFINITE = ("max_norm", "data.temperature")
@@ -78,15 +63,15 @@ MAY_BE_INFINITE = ("max_norm", "data.temperature")
 
 def numbers_of(config):
     """Settings of each number that a recipe reads: below 0 and not finite."""
-    for key in keys_of(config):
-        kinds = {kind for kind in (int, float) if kind.__name__ in name_of(key.kind).split()}
-        is_table = name_of(key.kind) == "dict[str, float]"
+    for key, of, *_ in keys_of(config):
+        kinds = {kind for kind in (int, float) if kind.__name__ in name_of(of).split()}
+        is_table = name_of(of) == "dict[str, float]"
         if not kinds and not is_table:
             continue
         for value in ("-2", *(("nan", "inf") if float in kinds or is_table else ())):
-            if value == "inf" and key.name in MAY_BE_INFINITE:
+            if value == "inf" and key in MAY_BE_INFINITE:
                 continue
-            name = f"{key.name}.mail" if is_table else key.name
+            name = f"{key}.mail" if is_table else key
             section, _, inner = name.rpartition("[].")
             given = f"{section}=[{{step=1,{inner}={value}}}]" if section else f"{name}={value}"
             yield given.replace("step=1,step", "step")
@@ -107,11 +92,5 @@ def test_numbers_below_0_or_not_finite_end_with_code_2(recipe, capsys):
             load_config(config, [*needed, setting])
         assert stop.value.code == 2
         shown = capsys.readouterr().err
-        rule = r"must be (>=?|<|above|finite|at least|an integer|positive)|not a number|is -2; a me"
+        rule = r"must be (>=?|<|above|finite|at least|an integer|positive)|read NaN|is -2; a me"
         assert re.search(rule, shown), setting
-
-
-def test_a_mark_at_the_start_of_a_file_of_settings_is_no_part_of_it(tmp_path):
-    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbfsteps = 7\n")
-    config = load_config(load_recipe("pretrain").Config, ["--config", str(tmp_path / "a.toml")])
-    assert config.steps == 7

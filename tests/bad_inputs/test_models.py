@@ -45,11 +45,6 @@ def generate(**options):
 
 
 CASES = {
-    "no bound": (
-        partial(step, max_norm=0),
-        ValueError,
-        r"^max_norm is 0; it must be positive\. inf does not clip\.$",
-    ),
     "a schedule that gives NaN": (
         lambda: step(schedule=lambda _: math.nan)(create(), [batch_of()]),
         ValueError,
@@ -59,11 +54,6 @@ CASES = {
         lambda: fk.accumulate(create(), [batch_of()[0]], loss_fn),
         TypeError,
         r"^a micro-batch is a TensorDict with batch_size \[\]; .* Use TensorDict\(tensors, batch_s",
-    ),
-    "a batch for the list": (
-        lambda: fk.accumulate(create(), batch_of(), loss_fn),
-        TypeError,
-        r"^a micro-batch is a TensorDict with batch_size \[\]; a step needs .* in a list",
     ),
     "a mistyped time of reduction": (
         lambda: fk.accumulate(create(), [batch_of()], loss_fn, sync="lst"),
@@ -85,20 +75,10 @@ CASES = {
         ValueError,
         r"^a loss reports \['lr'\], names that every step reports; rename",
     ),
-    "labels that were cast": (
-        lambda: fk.accumulate(create(), [batch_of(labels=IDS.bfloat16())], loss_fn),
-        TypeError,
-        r"^labels hold torch\.bfloat16; they must hold signed integers\. Move a batch with",
-    ),
     "one source for many": (
         lambda: fk.losses_by_source(loss_fn, "code"),
         TypeError,
         r"^sources is the text 'code'; pass a sequence of names: order\.sources",
-    ),
-    "a prompt without tokens": (
-        partial(generate, prompts=[[1], []]),
-        ValueError,
-        r"^prompts have shapes \[\(1,\), \(0,\)\]; they must be \[b s\] or a list",
     ),
     "an end without tokens": (
         partial(generate, stop=[[]]),

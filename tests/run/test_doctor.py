@@ -5,10 +5,8 @@ import fcntl
 import io
 import os
 import re
-import resource
-import signal
 import socket
-from contextlib import nullcontext, redirect_stdout
+from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
 
@@ -30,24 +28,10 @@ def test_a_good_machine_is_ready_and_nothing_is_left_behind(tmp_path, capsys):
     assert main(["doctor", str(out)]) == 0
     said = capsys.readouterr().out
     assert said.endswith("\nready\n")
-    for name in ("python", "torch", "processor", "backends", "rename", "lock", "shared folder"):
+    for name in ("python", "torch", "rename", "lock", "sum on cpu", "shared folder"):
         assert re.search(rf"^  ok    {name} ", said, re.M), name
     assert f"2 of 2 ranks see {tmp_path}" in said
     assert [*tmp_path.iterdir()] == []
-
-
-def test_a_run_of_the_directory_is_told_from_a_killed_one(tmp_path):
-    def said():
-        (check,) = [check for check in check_folder(tmp_path) if check.name == "run"]
-        return check.outcome, check.text
-
-    (tmp_path / "status.json").write_text('{"status": "finished"}')
-    assert said() == ("ok", "the last one here is finished")
-    (tmp_path / "status.json").write_text('{"status": "running"}')
-    assert said() == ("note", "one was killed here; its own command resumes it.")
-    with (tmp_path / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert said() == ("note", "one goes on in this directory; a second one is refused.")
 
 
 def launched(rank, world, port, out):
@@ -89,32 +73,6 @@ def test_packages_that_are_missing_or_old_say_how_to_install_them(monkeypatch):
     assert "x" not in checks
 
 
-def test_a_torch_without_gloo_is_named(monkeypatch):
-    monkeypatch.setattr(doctor.dist, "is_gloo_available", lambda: False)
-    (check,) = [check for check in doctor.check_installed() if check.name == "backends"]
-    assert check.outcome == "BAD"
-    assert check.text.endswith(
-        "Runs need gloo, on GPUs too: install the build of torch that pip has."
-    )
-
-
-def test_a_full_disk_is_named_and_the_rest_is_still_looked_at(tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, before[1]))
-    try:
-        checks = [*check_folder(tmp_path)]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
-    found = outcomes(checks)
-    assert found.pop("rename") == "BAD"
-    assert set(found.values()) == {"ok"}
-    (text,) = (check.text for check in checks if check.outcome == "BAD")
-    assert text.startswith("[Errno 27] File too large. Make room, if it is full. Checkpoints need")
-    assert [*tmp_path.iterdir()] == []
-
-
 def refuse(*arguments, **options):
     raise OSError(errno.EPERM, "Operation not permitted")
 
@@ -123,8 +81,7 @@ def refuse(*arguments, **options):
     ("part", "name", "outcome", "remedy"),
     [
         ((fcntl, "flock"), "lock", "note", "See to it yourself that no second run writes"),
-        ((Path, "replace"), "rename", "BAD", "Make room, if it is full. Checkpoints need it: "),
-        ((Path, "rename"), "rename", "BAD", "Checkpoints need it: choose an out= on another"),
+        ((Path, "rename"), "rename", "BAD", "Make room, if it is full. Checkpoints need it: "),
     ],
 )
 def test_what_a_file_system_cannot_do_says_what_that_means(
@@ -135,16 +92,16 @@ def test_what_a_file_system_cannot_do_says_what_that_means(
     assert checks[name].outcome == outcome
     assert remedy in checks[name].text
     assert [n for n, check in checks.items() if check.outcome != "ok"] == [name]
+    assert [*tmp_path.iterdir()] == []
 
 
 def test_a_lock_that_two_get_is_no_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
-    checks = {check.name: check for check in check_folder(tmp_path)}
-    assert checks["lock"].outcome == "note"
-    assert "a file was locked twice" in checks["lock"].text
+    (check,) = (check for check in check_folder(tmp_path) if check.name == "lock")
+    assert (check.outcome, check.text[:26]) == ("note", "a file was locked twice. S")
 
 
-@pytest.mark.parametrize("below", [".", "run", "a/b"])
+@pytest.mark.parametrize("below", [".", "a/b"])
 @pytest.mark.parametrize("is_link", [False, True])
 def test_what_is_no_folder_cannot_be_a_run_directory(tmp_path, below, is_link):
     file = tmp_path / "file"
@@ -154,14 +111,14 @@ def test_what_is_no_folder_cannot_be_a_run_directory(tmp_path, below, is_link):
         file.write_text("notes")
     (check,) = check_folder(file / below)
     assert check.outcome == "BAD"
-    assert f"{file} is no folder. Move it, or choose another out=." in check.text
+    assert f": {file}. Make it a folder that can be written, or choose another out=." in check.text
 
 
 def test_a_folder_where_nothing_can_be_written_ends_with_1(capsys):
     assert main(["doctor", "/proc/run"]) == 1
     said = capsys.readouterr().out
-    assert "BAD   writable           No such file or directory: /proc. Make /proc writable" in said
-    assert "BAD   shared folder      rank 0 cannot write into /proc. Make it writable, or" in said
+    assert "BAD   writable           No such file or directory: /proc. Make it a folder" in said
+    assert "BAD   shared folder      ranks 0, 1 do not see a file that rank 0 writes into" in said
     assert "  ok    sum on cpu         2 ranks" in said
     assert said.endswith("\n2 problems to fix before a run\n")
 
@@ -176,19 +133,5 @@ def test_ranks_that_do_not_share_a_folder_are_named(tmp_path):
     for checks in run_ranks(with_own_folder, 3, str(tmp_path)):
         shared = next(check for check in checks if check.name == "shared folder")
         assert shared.outcome == "BAD"
-        assert shared.text.startswith("ranks 1, 2 do not see a file that rank 0 wrote into ")
-        assert shared.text.endswith("Choose an out= that all machines share.")
-
-
-def test_ranks_that_do_not_come_are_named_with_what_to_look_at(tmp_path, monkeypatch):
-    """Ranks that never began have no stack, and no heading for one. Theirs wait for a reader."""
-    for rank in range(2):
-        os.mkfifo(tmp_path / f"rank{rank}.log")
-    monkeypatch.setattr(doctor, "TIMEOUT_S", 0.5)
-    monkeypatch.setattr(doctor.tempfile, "TemporaryDirectory", lambda: nullcontext(tmp_path))
-    (check,) = doctor.check_two_ranks(tmp_path)
-    assert check.outcome == "BAD"
-    assert check.text == (
-        "of 2 ranks 0, 1 did not finish within 0.5 s. "
-        "Look at /etc/hosts and the firewall: ranks talk over TCP."
-    )
+        assert shared.text.startswith("ranks 1, 2 do not see a file that rank 0 writes into ")
+        assert shared.text.endswith("or choose an out= that all machines share.")
