@@ -66,10 +66,6 @@ class BlockCache:
         self._checked: set[str] = set()
         self._written = self.limit  # since the last look; there was none
 
-    def has(self, checksum: str) -> bool:
-        """Whether a block is there; ``opened`` says whether it is good."""
-        return (self.folder / checksum).exists()
-
     def opened(self, checksum: str) -> BinaryIO | None:
         """Open a block; None if it is not there or, when first opened, is damaged."""
         try:
@@ -202,12 +198,12 @@ def fetch_blocks(blocks: Iterable[Block]) -> None:
 
 def _fetch(blocks: list[Block]) -> list[Block]:
     """Fetch what is not in the cache; keep what is right, and return what is wrong."""
-    missing = [(array, n) for array, n in blocks if not array.cache.has(array.checksums[n])]
+    missing = [(a, n) for a, n in blocks if not (a.cache.folder / a.checksums[n]).exists()]
     if not missing:
         return []
-    roots = [array.root for array, _ in missing]
-    starts, ends = zip(*(array.span(number) for array, number in missing), strict=True)
-    contents = missing[0][0].fs.cat_ranges(roots, list(starts), list(ends), on_error="return")
+    spans = [(array.root, *array.span(number)) for array, number in missing]
+    roots, starts, ends = map(list, zip(*spans, strict=True))
+    contents = missing[0][0].fs.cat_ranges(roots, starts, ends, on_error="return")
     wrong = []
     for (array, number), content in zip(missing, contents, strict=True):
         checksum = array.checksums[number]

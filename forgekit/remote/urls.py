@@ -230,9 +230,9 @@ def retried(
         try:
             return action()
         except Exception as error:  # stores have errors of their own
-            if (refusal := _refusal(error)) is not None:
+            if refusal := _refusal(error):
                 raise UrlError(f"{name}: {refusal}.") from error
-            if _is_answer(error):
+            if refusal is not None:
                 raise
             pause = middle * SystemRandom().uniform(0.7, 1.3)  # no two ranks pause alike
             if time.monotonic() + pause > until:
@@ -256,30 +256,22 @@ def local_folder() -> Path:
 
 
 def _refusal(error: BaseException) -> str | None:
-    """Say why no pause can help, and what can; None if one can, or it is an answer."""
-    code = code_of(error)
+    """Say why no pause can help, and what can; "" of an answer, and None if a pause may help."""
+    code, number = code_of(error), getattr(error, "errno", None)
     if code in _REMEDIES:
         return _REMEDIES[code]
     if isinstance(error, PermissionError):
         return f"the store permits no access ({_brief(error)}). Check credentials and permissions"
-    if getattr(error, "errno", None) in _LASTING:
+    if number in _LASTING:
         return _brief(error)
-    response = _response(error)
-    status = (response or {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    is_wrong = 300 <= status < 500 and code not in _PASSING
-    if is_wrong and not isinstance(error, FileNotFoundError) and code not in PRECONDITION:
+    if code in _PASSING:  # before errno: fsspec calls a torn upload an invalid argument
+        return None
+    if isinstance(error, FileNotFoundError) or code in PRECONDITION:
+        return ""
+    status = (_response(error) or {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    if 300 <= status < 500:
         return f"the store refuses the request ({_brief(error)})"
-    return None
-
-
-def _is_answer(error: BaseException) -> bool:
-    if (code := code_of(error)) in _PASSING:  # fsspec calls a torn upload an invalid argument
-        return False
-    return (
-        code in PRECONDITION
-        or isinstance(error, _ANSWERS)
-        or getattr(error, "errno", None) in _ANSWERED
-    )
+    return "" if isinstance(error, _ANSWERS) or number in _ANSWERED else None
 
 
 def _response(error: BaseException) -> dict[str, Any] | None:

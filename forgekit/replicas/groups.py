@@ -78,9 +78,8 @@ def join_replicas(
         return OneGroup()
     os.environ.setdefault("RUST_LOG", "warn")  # or torchft writes some eight lines per step
     torchft = require("torchft", extra="ft")
-    facts = {"seed": state.seed, **settings}
-    facts = {"data": fingerprint, "settings": {name: repr(fact) for name, fact in facts.items()}}
-    group = ReplicaGroup(state, facts, also)
+    settings = {key: repr(value) for key, value in {"seed": state.seed, **settings}.items()}
+    group = ReplicaGroup(state, {"data": fingerprint, "settings": settings}, also)
     rank, world = process_rank(), world_of(state.mesh)
     # The store that torchft's manager looks for: without one it waits forever. And a number of this
     # start, the same on all ranks.

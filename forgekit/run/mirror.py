@@ -19,7 +19,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -63,7 +63,7 @@ class _Part(NamedTuple):
 
 
 class Mirror:
-    """Uploads what has changed in a folder; ``mirrored`` makes it.
+    """Uploads what has changed in a folder; ``held_run`` makes it.
 
     Attributes:
         url: The run directory.
@@ -81,7 +81,7 @@ class Mirror:
                 path.unlink(missing_ok=True)
         _fetch_files(self._fs, self._root, folder)
         self._parts = _parts_of(self._fs, self._root)
-        self._missing = [*self._parts]
+        self._missing = len(self._parts)  # of the first ones there are no rows here
         self._rows = b""  # of the last part, as it was uploaded
         self._sent = {name: _version(path) for name, path in self._files()}
 
@@ -122,18 +122,18 @@ class Mirror:
                 file.truncate(min(gone.begins, file.seek(0, os.SEEK_END)))
                 with suppress(FileNotFoundError):
                     self._retried(self._fs.rm_file, gone.name)
-            self._missing = [part for part in self._missing if part in self._parts]
-            if self._missing and len(self._missing) == len(self._parts):
-                _fetch_rows(self._fs, self._root, [self._missing.pop()], file)
+            self._missing = min(self._missing, len(self._parts))
+            if 0 < self._missing == len(self._parts):
+                self._missing -= 1
+                _fetch_rows(self._fs, self._root, self._parts[-1:], file)
             self._rows = b""
 
     def complete(self) -> None:
         """Fetch the rows that the local file lacks, as for a report."""
         with self._lock, _opened(self._folder) as file:
-            here = self._parts[len(self._missing) :]
-            end = here[0].begins if here else None
-            _fetch_rows(self._fs, self._root, self._missing, file, end)
-            self._missing.clear()
+            absent, here = self._parts[: self._missing], self._parts[self._missing :]
+            _fetch_rows(self._fs, self._root, absent, file, here[0].begins if here else None)
+            self._missing = 0
 
     def _flush_rows(self) -> None:
         path = self._folder / METRICS
@@ -154,11 +154,10 @@ class Mirror:
             self._parts.append(_Part(_step(content[last:]), self._parts[-1].begins + last))
 
     def _files(self) -> Iterator[tuple[str, Path]]:
-        for folder, _, names in os.walk(self._folder):
-            for name in names:
-                inside = os.path.relpath(os.path.join(folder, name), self._folder)
-                if not name.startswith(".") and inside != METRICS:  # dots: half-written ones
-                    yield inside, self._folder / inside
+        for path in self._folder.rglob("[!.]*"):  # dots: half-written ones
+            inside = str(path.relative_to(self._folder))
+            if path.is_file() and inside != METRICS:
+                yield inside, path
 
     def _put(self, name: str, content: bytes) -> None:
         self._retried(lambda path: self._fs.pipe_file(path, content), name)
@@ -178,30 +177,26 @@ def working_folder(url: Url) -> Path:
 def held_run(
     folder: Path, url: Url | None, *, is_writer: bool, patience_s: float = 0.0
 ) -> Iterator[Mirror | None]:
-    """Hold a run directory, as ``lock_run``, and its URL, as ``mirrored``, if it has one."""
-    with lock_run(folder, is_writer=is_writer, name=url, patience_s=patience_s):
-        if url is None or not is_writer:
-            yield None
-            return
-        with mirrored(url, folder, patience_s=patience_s) as mirror:
-            yield mirror
-
-
-@contextmanager
-def mirrored(url: Url, folder: Path, *, patience_s: float = 0.0) -> Iterator[Mirror]:
-    """Hold the lease of a run directory and mirror a folder to it, all of it at the end.
+    """Hold a run directory, as ``lock_run``; of one behind a URL also its lease, and mirror it.
 
     Args:
-        url: The run directory.
-        folder: A folder that is locked; it is emptied, and gets what the run needs to go on.
+        folder: The run directory, or where this machine works on it: that is emptied, gets what the
+            run needs to go on, and is uploaded as a whole at the end.
+        url: Where it is, if it is behind a URL.
+        is_writer: Whether this is rank 0.
         patience_s: Seconds to wait for another writer to end.
 
     Raises:
         RunLockedError: If another process writes there.
         UrlError: If the bucket is not there, permits nothing, or does not answer; at the end, too.
     """
-    with held(url, folder, patience_s=patience_s) as lease:
-        mirror = Mirror(url, folder, lease)
+    with ExitStack() as stack:
+        held_here = lock_run(folder, is_writer=is_writer, name=url, patience_s=patience_s)
+        stack.enter_context(held_here)
+        if url is None or not is_writer:
+            yield None
+            return
+        mirror = Mirror(url, folder, stack.enter_context(held(url, folder, patience_s=patience_s)))
         try:
             with repeated(partial(mirror.flush, all_files=False), EVERY_S, url):
                 yield mirror
@@ -212,15 +207,6 @@ def mirrored(url: Url, folder: Path, *, patience_s: float = 0.0) -> Iterator[Mir
         mirror.flush()
 
 
-def fetch(url: Url, folder: Path) -> None:
-    """Fetch the files of a run directory that are not in a folder of it, and the metrics."""
-    fs, root = fs_of(url)
-    _fetch_files(fs, root, folder)
-    if parts := _parts_of(fs, root):
-        with _opened(folder) as file:
-            _fetch_rows(fs, root, parts, file)
-
-
 @contextmanager
 def local_copy(run: Location) -> Iterator[Path]:
     """Yield a run directory on this machine: itself, or a copy without checkpoints."""
@@ -228,9 +214,12 @@ def local_copy(run: Location) -> Iterator[Path]:
         yield run
         return
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / run.name
-        copy.mkdir()
-        fetch(run, copy)
+        (copy := Path(folder) / run.name).mkdir()
+        fs, root = fs_of(run)
+        _fetch_files(fs, root, copy)
+        if parts := _parts_of(fs, root):
+            with _opened(copy) as file:
+                _fetch_rows(fs, root, parts, file)
         yield copy
 
 

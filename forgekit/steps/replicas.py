@@ -21,7 +21,7 @@ from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
 from forgekit.steps.ranges import ranged
-from forgekit.steps.totals import Held, Totals, find_problem
+from forgekit.steps.totals import Totals, find_problem
 from forgekit.tensors import local, wide
 
 BUCKET_BYTES = 2**24
@@ -125,8 +125,12 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
             value.zero_()
         flat |= {key: torch.zeros_like(flat[key]) for key in keys if not _is_vote(key)}
     vector = torch.cat([flat[key].reshape(-1) for key in keys])
-    digest = _digest(repr((keys, len(vector))), gradients, state, held)
-    # Integers: equal digests are told from others by sums alone, and exactly.
+    sizes = [whole for _, whole in held.shares]
+    shards = [(shard.dtype, shard.numel()) for shard in gradients]
+    facts = repr((keys, len(vector), shards, state.step, state.samples, sizes))
+    # Twenty bits: a million squares fit into int64, and equal digests are told from others by sums
+    # alone, and exactly.
+    digest = zlib.crc32(facts.encode()) >> 12
     is_new = state.agreed is None
     header = [1, totals.samples, problem is not None, is_new, digest, digest**2]
     numbers = torch.tensor(header, dtype=torch.int64, device=state.targets.device)
@@ -134,7 +138,6 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
     groups, samples, problems, newcomers, digests, squares = numbers.tolist()
     is_alike = groups * squares == digests**2
     if good and not (is_alike or problems) and (is_new or not newcomers):
-        sizes = [whole for _, whole in held.shares]
         problem = OTHER_SUMS.format(sums=", ".join(map(str, keys)), sizes=sizes)
     good = good and is_alike and not problems
     if good and groups > 1:
@@ -162,14 +165,6 @@ OTHER_SUMS = (
     "(micro-batches, rows in each). All groups run one program with one loss and the same batch "
     "sizes; start this one as the others were."
 )
-
-
-def _digest(sums: str, gradients: list[Tensor], state: TrainState, held: Held) -> int:
-    """Twenty bits that say what a group is about to add up; a million squares fit into int64."""
-    shards = [(shard.dtype, shard.numel()) for shard in gradients]
-    whole = [size for _, size in held.shares]
-    facts = (sums, shards, state.step, state.samples, whole)
-    return zlib.crc32(repr(facts).encode()) >> 12
 
 
 def _is_vote(key: str | tuple[str, ...]) -> bool:

@@ -22,8 +22,8 @@ from forgekit.ranks import CheckpointError
 from forgekit.remote import urls
 from forgekit.remote.urls import Url, UrlError, fs_of
 from forgekit.run import mirror as mirror_module
-from forgekit.run.mirror import LARGE_BYTES, fetch, local_copy, mirrored
-from forgekit.run.status import RunLockedError, lock_run
+from forgekit.run.mirror import LARGE_BYTES, held_run, local_copy
+from forgekit.run.status import RunLockedError
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def url(bucket, tmp_path):
 @contextmanager
 def opened(url, folder):
     folder.mkdir(exist_ok=True)
-    with lock_run(folder), mirrored(url, folder) as mirror:
+    with held_run(folder, url, is_writer=True) as mirror:
         yield mirror
 
 
@@ -120,10 +120,10 @@ def test_rows_are_appended_as_parts_and_none_is_lost_or_twice(memory, tmp_path, 
                 with rows_from(mirror, folder, 3) as again:
                     write(again, *range(4, end + 1))
             mirror.complete()
-        (copied := tmp_path / f"copied-{life}").mkdir()
-        fetch(url, copied)
-        assert (copied / "metrics.jsonl").read_bytes() == (folder / "metrics.jsonl").read_bytes()
-        logged = fk.run.read_metrics(copied / "metrics.jsonl")
+        with local_copy(url) as copied:
+            content = (copied / "metrics.jsonl").read_bytes()
+            logged = fk.run.read_metrics(copied / "metrics.jsonl")
+        assert content == (folder / "metrics.jsonl").read_bytes()
         assert [row["step"] for row in logged] == [*range(1, end + 1)]
     parts = [name for name in objects(url) if name.startswith("metrics/")]
     assert len(parts) > 4
@@ -172,11 +172,10 @@ def test_whatever_the_store_does_all_of_it_arrives(url, bucket, tmp_path, fault,
             mirror.settle()
     bucket.fault = lambda method, path: None
     assert bucket.done[fault] or bucket.done["drop"]
-    folder = tmp_path / "b"
-    folder.mkdir()
-    fetch(url, folder)
-    assert (folder / "metrics.jsonl").read_bytes() == (tmp_path / "a/metrics.jsonl").read_bytes()
-    assert json.loads((folder / "status.json").read_text()) == {"step": 3}
+    with local_copy(url) as copied:
+        rows_there = (copied / "metrics.jsonl").read_bytes()
+        assert json.loads((copied / "status.json").read_text()) == {"step": 3}
+    assert rows_there == (tmp_path / "a/metrics.jsonl").read_bytes()
 
 
 def test_a_store_that_is_down_at_the_end_fails_the_run_and_says_where_the_rest_is(
