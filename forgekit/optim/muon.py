@@ -143,16 +143,9 @@ class Muon(Optimizer):
     ) -> None:
         check_decay_rates(momentum)
         check_integers(ns_steps=(ns_steps, 1))
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "momentum": momentum,
-            "nesterov": nesterov,
-            "adjust_lr": adjust_lr,
-            "ns_steps": ns_steps,
-            "ns_dtype": ns_dtype,
-            "rows": None,
-        }
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "rows": None}
+        defaults |= {"nesterov": nesterov, "adjust_lr": adjust_lr}
+        defaults |= {"ns_steps": ns_steps, "ns_dtype": ns_dtype}
         super().__init__(params, defaults)
 
     @torch.no_grad()

@@ -374,25 +374,6 @@ def test_every_second_block_from_the_first_one_on_has_experts():
     }
 
 
-def test_padding_gets_no_expert_and_changes_nothing():
-    model = tiny(aux_loss=0.2, z_loss=0.1)
-    doc_ids = torch.tensor([[0, 0, 0, 1, 1, 1], [3, 3, 3, 3, 3, 3]])
-    padded = F.pad(doc_ids, (0, 2), value=-1)
-    first, second = Routing(), Routing()
-    short = model(IDS, doc_ids=doc_ids, routing=first)
-    model.zero_grad()
-    short.square().sum().backward()
-    expected = full_tensors(model, gradients=True)
-    model.zero_grad()
-    long = model(F.pad(IDS, (0, 2), value=4), doc_ids=padded, routing=second)[:, :6]
-    long.square().sum().backward()
-    assert torch.allclose(long, short, atol=1e-5)
-    assert relative_error(full_tensors(model, gradients=True), expected) < 1e-5
-    for layer in LAYERS:
-        for name, value in first.notes[layer].items():
-            assert torch.allclose(second.notes[layer][name], value, rtol=1e-5), name
-
-
 @pytest.mark.parametrize("what", ["full", "selective"])
 def test_recomputation_repeats_the_choice_of_the_forward(what):
     """Also when the bias has moved in between, as a pipeline's next micro-batch might see it."""

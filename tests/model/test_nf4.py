@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-from functools import partial
-from unittest.mock import patch
-
 import packed
 import pytest
 import torch
@@ -58,14 +54,18 @@ def gradients_of(model, batches):
     return state, fk.gradients(state, totals)
 
 
+def assert_near(found, expected, bound):
+    for name, wanted in expected.items():
+        assert float((found[name] - wanted).abs().max() / wanted.abs().max()) < bound, name
+
+
 def test_gradients_are_those_of_the_unpacked_base_and_the_base_stays():
     model = move(packed.build())
     before = {name: value.clone() for name, value in packed.packed_of(model).items()}
     assert len(before) == 10
     batches = [row[0] for row in batches_of(1)]
     state, found = gradients_of(model, batches)
-    for name, wanted in packed.reference(1).items():
-        assert float((found[name] - wanted).abs().max() / wanted.abs().max()) < 1e-6, name
+    assert_near(found, packed.reference(1), 1e-6)
     step = fk.make_step(loss_fn, schedule=fk.constant(0.1), max_norm=1.0)
     state, _ = step(state, batches)
     names = {p: n for n, p in model.named_parameters()}
@@ -98,29 +98,17 @@ def test_a_base_takes_a_quarter_of_16_bits_and_backward_keeps_no_unpacked_weight
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_blocks_have_the_gradient_of_plain_ones(backend):
-    def gradients(**options):
-        mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
-        model = fk.parallelize(move(packed.build(torch.float32)), mesh, **options)
-        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-        totals = fk.accumulate(state, [row[0] for row in batches_of(1)], loss_fn)
-        return fk.gradients(state, fk.reduce_totals(totals, state))
-
-    expected = gradients()
-    with warnings.catch_warnings():
-        # torch's own compiler does all three, at import and while it traces.
-        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
-        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
-        warnings.filterwarnings("ignore", ".*Function.*should not be instantiated")
-        chosen = partial(compile_blocks, backend=backend)
-        with patch("forgekit.parallel.parallelize.compile_blocks", chosen):
-            found = gradients(compile=True)
-    fk.shutdown()
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.*Function.*should not be instantiated")
+def test_compiled_blocks_have_the_gradient_of_plain_ones():
+    plain, compiled = (move(packed.build(torch.float32)) for _ in range(2))
+    compile_blocks(compiled.layers, backend="inductor")
+    batches = [row[0] for row in batches_of(1)]
+    expected, found = (gradients_of(model, batches)[1] for model in (plain, compiled))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
     assert found.keys() == expected.keys()
-    for name, wanted in expected.items():
-        assert float((found[name] - wanted).abs().max() / wanted.abs().max()) < 1e-5, name
+    assert_near(found, expected, 1e-5)
 
 
 def test_merging_adds_to_the_unpacked_values_and_is_taken_back():

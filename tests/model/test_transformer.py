@@ -176,6 +176,7 @@ REFUSED = {
     r"^dim 30 must be divisible by 2 \* heads = 12, so .*; the nearest are 24": {"dim": 30},
     r"^kv_heads 4 must divide heads 6; it can be one of \[1, 2, 3, 6\]\.$": {"kv_heads": 4},
     r"^head_dim 5 must be even, so that rotary .*; the nearest are 4 and 6\.$": {"head_dim": 5},
+    r"^'dropout' must be < 1: 1\.0$": {"dropout": 1.0},
     r"^'rope_theta' must be > 0: nan$": {"rope_theta": math.nan},
 }
 

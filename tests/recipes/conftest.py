@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 
@@ -22,3 +24,27 @@ def tokens(tmp_path_factory):
         size = {"text_bytes": 2 * sum(map(len, documents))}
         fk.write_tokens(folder, documents, vocab_size=64, eos_id=63, metadata=size)
     return path
+
+
+@pytest.fixture
+def stopping_early(monkeypatch):
+    """Makes a context in which a run is asked to stop in its second step."""
+    make_step = fk.make_step
+
+    def stopping(*arguments, stop, **options):
+        step = make_step(*arguments, stop=stop, **options)
+
+        def counted(state, batches):
+            if state.step == 1:
+                stop.request("enough")
+            return step(state, batches)
+
+        return counted
+
+    @contextmanager
+    def patched():
+        with monkeypatch.context() as patch:
+            patch.setattr(fk, "make_step", stopping)
+            yield
+
+    return patched

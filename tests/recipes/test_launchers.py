@@ -2,30 +2,28 @@
 
 The files that are shipped are read as their launchers read them, and the commands in them start the
 real recipe, small. What plays the launcher sets its variables, sends its signals, and
-asks what it asks. Torchrun is played too (its ranks are forked with its variables), but in one long
-case, which has the real one.
+asks what it asks. Torchrun reads its options itself and is played beyond that: its ranks are forked
+with its variables.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
-import shlex
 import signal
 import socket
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
-from runs import Job, arguments, last_step, results, rows_of, saved_step, status_of
+from runs import arguments, last_step, rows_of, saved_step, status_of
 from shells import Forked
+from torch.distributed.run import get_args_parser
 
 from forgekit.cli import recipes_folder
 
@@ -114,40 +112,25 @@ def skypilot():
 READ = {"trainjob": trainjob, "jobset": jobset, "skypilot": skypilot}
 
 
-def torchrun_options():
-    """Those in the files; a word that torchrun does not know is refused, as it does."""
-    parser = argparse.ArgumentParser("torchrun", allow_abbrev=False)
-    for name in ("nnodes", "nproc-per-node", "node-rank", "master-addr", "master-port"):
-        parser.add_argument(f"--{name}")
-    for name in ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "max-restarts"):
-        parser.add_argument(f"--{name}")
-    parser.add_argument("script")
-    parser.add_argument("settings", nargs=argparse.REMAINDER)
-    return parser
-
-
 def ranks_of(command, node, number):
     """Check what torchrun is told; the variables of the one rank that the node has here."""
     assert command[0] == "torchrun"
-    given = torchrun_options().parse_args(command[1:])
-    nodes = given.nnodes or node["PET_NNODES"]
-    assert (int(nodes), int(given.nproc_per_node or node["PET_NPROC_PER_NODE"])) == (NODES, 8)
-    assert given.max_restarts in (None, "0"), "a failure of the program is none to repeat here"
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in node.items()}):
+        given = get_args_parser().parse_args(command[1:])  # which reads PET_*
+    assert (int(given.nnodes), int(given.nproc_per_node)) == (NODES, 8)
+    assert given.max_restarts == 0, "a failure of the program is none to repeat here"
+    address, port = given.master_addr, given.master_port
     if given.rdzv_endpoint:  # the nodes number themselves
-        assert given.rdzv_backend == "c10d"
-        assert given.rdzv_id
+        assert (given.rdzv_backend, given.rdzv_id) != ("static", "none")
         address, port = given.rdzv_endpoint.split(":")
     else:
-        address = given.master_addr or node["PET_MASTER_ADDR"]
-        port = given.master_port or node["PET_MASTER_PORT"]
-        assert int(given.node_rank or node["PET_NODE_RANK"]) == number
+        assert given.node_rank == number
     assert address in ("forgekit-node-0-0.forgekit", "forgekit-nodes-0-0.forgekit", "10.0.0.1")
     assert 1024 < int(port) < 65536
-    out, data = given.settings
-    assert (given.script, out) == ("pretrain.py", "out=s3://bucket/runs/a")
-    assert data == "data.path=s3://bucket/tokens"
+    settings = ["out=s3://bucket/runs/a", "data.path=s3://bucket/tokens"]
+    assert (given.training_script, given.training_script_args) == ("pretrain.py", settings)
     ranks = {"RANK": number, "WORLD_SIZE": NODES, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    return given.settings, ranks | {"TORCHELASTIC_RUN_ID": given.rdzv_id or "none"}
+    return settings, ranks | {"TORCHELASTIC_RUN_ID": given.rdzv_id}
 
 
 def free_port():
@@ -284,22 +267,24 @@ sys.exit(len(ended))
 """
 
 
-def run_in_ray(folder, recipe, settings):
-    """Two workers, as Ray starts them; what they wrote when they have ended."""
+@contextmanager
+def in_ray(folder, recipe, settings):
+    """Two workers, as Ray starts them."""
     worker = folder / "worker.py"
     worker.write_text(RAY_WORKER.format(launchers=str(LAUNCHERS)))
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-    log, ranks = folder / "log", []
-    with log.open("wb") as stream:
-        for rank in range(2):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": 2}
-            told = {key: str(value) for key, value in (place | {"LOCAL_WORLD_SIZE": 2}).items()}
-            options = {"env": os.environ | told | address, "cwd": folder, "group": 0}
-            ranks.append(
-                Forked([str(worker), str(recipe), *settings], log=stream.fileno(), **options)
-            )
-        yield lambda: all(rank.poll() is not None for rank in ranks), log
-    yield [rank.wait() for rank in ranks], log.read_text()
+    words, ranks = [str(worker), str(recipe), *settings], []
+    with (folder / "log").open("wb") as stream:
+        for rank in map(str, range(2)):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": "0", "WORLD_SIZE": "2"}
+            told = os.environ | place | {"LOCAL_WORLD_SIZE": "2"} | address
+            ranks.append(Forked(words, log=stream.fileno(), env=told, cwd=folder, group=0))
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
 
 
 def test_in_a_worker_of_ray_its_group_is_used_and_its_deadline_heard(tmp_path, tokens):
@@ -309,71 +294,28 @@ def test_in_a_worker_of_ray_its_group_is_used_and_its_deadline_heard(tmp_path, t
     edited = 'fk.StopSignal(also=lambda: Path("deadline").exists() and "deadline")'
     assert text.count("fk.StopSignal()") == 1
     recipe.write_text(text.replace("fk.StopSignal()", edited))
-    out, steps = tmp_path / "run", 60
-    settings = arguments(out=out, data__path=tokens, steps=steps, save_every=0)
-    settings.append("data.workers=0")
-    job = run_in_ray(tmp_path, recipe, settings)
-    is_over, log = next(job)
-    while last_step(out) < 3:
-        assert not is_over(), log.read_text()
-        time.sleep(0.01)
-    (tmp_path / "deadline").touch()
-    codes, written = next(job)
+    out, steps = tmp_path / "run", 120
+    settings = arguments(out=out, data__path=tokens, steps=steps, save_every=0, data__workers=0)
+
+    def end_of(ranks):
+        return [rank.wait() for rank in ranks], (tmp_path / "log").read_text()
+
+    with in_ray(tmp_path, recipe, settings) as ranks:
+        while last_step(out) < 3:
+            assert any(rank.poll() is None for rank in ranks), (tmp_path / "log").read_text()
+            time.sleep(0.01)
+        (tmp_path / "deadline").touch()
+        codes, written = end_of(ranks)
     assert codes == [0, 0], written
     assert written.count("a group of 2 and no error") == 2
-    said = status_of(out)
-    if (
-        said["status"] == "stopped"
-    ):  # a machine so fast that it was done within a second is no fault
-        assert said["reason"] == "deadline"
-        assert said["step"] == saved_step(out) == last_step(out)
-        (tmp_path / "deadline").unlink()
-        job = run_in_ray(tmp_path, recipe, settings)
-        next(job)
-        codes, written = next(job)
-        assert codes == [0, 0], written
-    check_finished(out, said["step"], steps)
-    (tmp_path / "deadline").unlink(missing_ok=True)
-    job = run_in_ray(tmp_path, recipe, [*settings, "optim.lr=fast"])
-    next(job)
-    codes, written = next(job)
+    stopped = status_of(out)
+    assert (stopped["status"], stopped["reason"]) == ("stopped", "deadline")
+    assert stopped["step"] == saved_step(out) == last_step(out)
+    (tmp_path / "deadline").unlink()
+    with in_ray(tmp_path, recipe, settings) as ranks:
+        assert end_of(ranks)[0] == [0, 0], written
+    check_finished(out, stopped["step"], steps)
+    with in_ray(tmp_path, recipe, [*settings, "optim.lr=fast"]) as ranks:
+        codes, written = end_of(ranks)
     assert codes == [1, 1], "Ray counts an error, and would take SystemExit for a success"
     assert re.search(r"and .*pretrain.py ended with code 2; see status.json", written)
-
-
-@pytest.mark.chaos
-def test_the_real_torchrun_obeys_the_contract(tmp_path, tokens):
-    """Two agents with the very command of the JobSet; a stop is 1 there, the end 0."""
-    words, _ = jobset()
-    out, steps = tmp_path / "run", 200
-    settings = arguments(out=out, data__path=tokens, steps=steps, save_every=0)
-    small = {"nproc-per-node": "1", "rdzv-endpoint": f"localhost:{free_port()}"}
-    words = [
-        f"--{name}={small[name]}" if (name := word[2:].partition("=")[0]) in small else word
-        for word in words
-    ]
-    words[words.index("pretrain.py")] = str(recipes_folder() / "pretrain.py")
-    command = [sys.executable, "-m", "torch.distributed.run", *words[1:], *settings]
-
-    def start(number):
-        both = " & ".join([shlex.join(command)] * 2)
-        return Job(["bash", "-c", f"{both}; wait"], log=tmp_path / f"log{number}", cwd=tmp_path)
-
-    job = start(0)
-    try:
-        job.wait_for(lambda: last_step(out) >= 3, "steps")
-        for pid in job.members():
-            if b"torch.distributed.run" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGTERM)
-        job.end()
-    finally:
-        job.kill()
-    said = status_of(out)
-    assert (said["status"], said["reason"]) == ("stopped", "SIGTERM")
-    job = start(1)
-    try:
-        job.end()
-    finally:
-        job.kill()
-    check_finished(out, said["step"], steps)
-    assert len(results(out)) == steps

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from lab import full_tensors, logits_loss
 from ranks import run_ranks
-from runs import arguments, last_step, rows_of, run_here, saved_step, status_of
-from torch.distributed.tensor import DTensor
+from runs import arguments, rows_of, run_here, saved_step, status_of
 
 import forgekit as fk
 
@@ -30,13 +30,9 @@ def numbered(tmp_path):
     ).path
 
 
-def loss_fn(model, batch):
-    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
-
-
-def build(mesh, places):
+def build(mesh, vocabulary):
     spec = fk.TransformerSpec(
-        vocab_size=places + 1,
+        vocab_size=vocabulary + 1,
         dim=32,
         layers=2,
         heads=4,
@@ -71,7 +67,7 @@ def train(mesh, tokens, checkpoints, batch_size, until):
     loader = fk.make_loader(
         dataset, batch_size, seed=SEED, start=state.samples, rank=rank, world=world
     )
-    step = fk.make_step(loss_fn, schedule=fk.warmup_cosine(1e-2, warmup=2, total=20))
+    step = fk.make_step(logits_loss, schedule=fk.warmup_cosine(1e-2, warmup=2, total=20))
     seen = {}
     groups = fk.groups(loader, loader.micro_batches(GLOBAL_BATCH))
     while state.step < until:
@@ -80,11 +76,7 @@ def train(mesh, tokens, checkpoints, batch_size, until):
         assert state.samples == state.step * GLOBAL_BATCH == loader.samples
         seen[state.step] = (rows, metrics["loss"].item())
     fk.checkpoint_save(state, checkpoints, fingerprint=dataset.fingerprint).wait()
-    whole = {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in state.model.named_parameters()
-    }
-    return seen, whole
+    return seen, full_tensors(state.model)
 
 
 def _train_ranks(rank, world, sizes, *rest):
@@ -119,37 +111,20 @@ def test_a_run_moves_between_numbers_of_ranks_and_sees_each_sample_once(tmp_path
         torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9, msg=name)
 
 
-@pytest.fixture
-def own_tokens(tmp_path):
-    """Write a token file that counts in steps of ``pace``, in place of the one that was there."""
-
-    def write(pace):
-        documents = [np.arange(start, start + 40 * pace, pace) % 63 for start in range(40)]
-        return fk.write_tokens(tmp_path / "own", documents, vocab_size=64, eos_id=63).path
-
-    return write
-
-
-def test_other_data_is_refused_and_nothing_is_lost(tmp_path, own_tokens, capsys):
+def test_other_data_is_refused_and_nothing_is_lost(tmp_path, tokens, capsys):
     out = tmp_path / "run"
-    given = {"data__path": own_tokens(pace=1), "optim__warmup": 2}
+    given = {"data__path": tokens, "optim__warmup": 2}
     run_here("pretrain", arguments(out=out, steps=4, **given))
     metrics = (out / "metrics.jsonl").read_bytes()
-
-    own_tokens(pace=2)
     with pytest.raises(SystemExit, match="2"):
-        run_here("pretrain", arguments(out=out, steps=8, **given))
-    assert "was saved while training on other data" in capsys.readouterr().err
+        run_here("pretrain", arguments(out=out, steps=8, data__seq_len=8, **given))
+    shown = capsys.readouterr().err
+    assert "was saved while training on other data" in shown
+    assert "Choose another run directory" in shown
     assert status_of(out)["status"] == "failed"
     assert "on other data" in status_of(out)["reason"]
     assert (out / "metrics.jsonl").read_bytes() == metrics
     assert saved_step(out) == 4
-
-    own_tokens(pace=1)
-    with pytest.raises(SystemExit, match="2"):
-        run_here("pretrain", arguments(out=out, steps=8, data__seq_len=8, **given))
-    assert "Choose another run directory" in capsys.readouterr().err
     run_here("pretrain", arguments(out=out, steps=8, **given))
     assert [row["step"] for row in rows_of(out)] == list(range(1, 9))
-    assert last_step(out) == saved_step(out) == 8
     assert status_of(out)["status"] == "finished"

@@ -16,9 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
-from ranks import run_ranks
-from runs import Job, arguments, assert_same_run, last_step, run_here, saved_step, status_of
+from runs import Job, arguments, last_step, rows_of, saved_step, status_of
 
 from forgekit.cli import recipes_folder
 from forgekit.run.status import STATUSES, write_status
@@ -101,9 +99,14 @@ class Cluster:
         """What happened to the job so far."""
         return (self.slurm / "events").read_text().splitlines()
 
-    def has(self, *names):
-        """Whether the program has got that far."""
-        return all((self.out / name).exists() for name in names)
+    def wait(self, job, attempt=0, stage="waits"):
+        """Until both tasks of the program have got that far."""
+        files = [self.out / f"{stage}_{attempt}_{rank}" for rank in range(2)]
+        job.wait_for(lambda: all(file.exists() for file in files), f"{stage} {attempt}")
+
+    def wait_for(self, job, event, count=1):
+        """Until something has happened so often."""
+        job.wait_for(lambda: self.events.count(event) == count, event)
 
 
 def write_program(path, text):
@@ -144,146 +147,76 @@ def program(tmp_path):
     return path
 
 
-def settings(tokens, **given):
-    return arguments(data__path=tokens, steps=STEPS, model__dropout=0.1, **given)
+TWO, LATE = "--ntasks-per-node=2", "time_is_nearly_up"
 
 
-def _train(rank, world, folder, tokens):
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    run_here("pretrain", [f"out={folder / 'run'}", *settings(tokens)])
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tokens, tmp_path_factory):
-    """The run directory of two ranks that nobody disturbs."""
-    folder = tmp_path_factory.mktemp("pair")
-    run_ranks(_train, 2, folder, tokens, group=False)
-    return folder / "run"
-
-
-TWO = "--ntasks-per-node=2"
-
-
-@contextmanager
-def stopped_in_its_midst(cluster, tokens, *options):
-    """Submit a run on two ranks and let its time run out; yield its job when it starts again."""
+@pytest.mark.oracle
+def test_a_run_under_torchrun_on_two_nodes_is_stopped_requeued_and_finished(cluster, tokens):
     recipe = recipes_folder() / "pretrain.py"
-    with cluster.submit(*options, recipe=recipe, given=settings(tokens)) as job:
-        job.wait_for(
-            lambda: last_step(cluster.out) >= AHEAD and saved_step(cluster.out), f"step {AHEAD}"
-        )
-        cluster.ask("time_is_nearly_up")
-        job.wait_for(lambda: "started 1" in cluster.events, "the second start")
-        stopped = saved_step(cluster.out)
+    given, out = arguments(data__path=tokens, steps=STEPS), cluster.out
+    nodes = "--nodes=2", "--gpus-per-node=1"
+    with cluster.submit(*nodes, recipe=recipe, given=given) as job:
+        job.wait_for(lambda: last_step(out) >= AHEAD and saved_step(out), f"step {AHEAD}")
+        cluster.ask(LATE)
+        cluster.wait_for(job, "started 1")
+        stopped = saved_step(out)
         assert AHEAD < stopped < STEPS
         assert f"stopped after step {stopped} (" in job.output
-        yield job, stopped
-    assert cluster.events[:4] == ["started 0", "signalled USR1", "requeue", "started 1"]
-
-
-NODES = "--nodes=2", "--gpus-per-node=1"
-
-
-@pytest.mark.oracle
-def test_a_run_under_torchrun_on_two_nodes_stops_and_starts_again(cluster, tokens):
-    with stopped_in_its_midst(cluster, tokens, *NODES):
-        pass
-
-
-@pytest.mark.oracle
-def test_a_run_of_a_task_per_rank_stops_without_loss(cluster, tokens, undisturbed, tmp_path):
-    """The rest is done by ranks that are there already, to save a start."""
-    with stopped_in_its_midst(cluster, tokens, TWO):
-        pass
-    run_ranks(_train, 2, tmp_path, tokens, group=False)
-    assert_same_run(cluster.out, undisturbed)
-
-
-@pytest.mark.oracle
-def test_a_run_under_torchrun_on_two_nodes_goes_on_bitwise(cluster, tokens, undisturbed):
-    with stopped_in_its_midst(cluster, tokens, *NODES) as (job, stopped):
         job.end()
-    assert cluster.events[4:] == ["completed"]
+    requeued = ["started 0", "signalled USR1", "requeue", "started 1"]
+    assert cluster.events == [*requeued, "completed"]
     assert f"step {stopped}, sample {8 * stopped};" in job.output
-    assert status_of(cluster.out)["status"] == "finished"
-    assert_same_run(cluster.out, undisturbed)
+    assert [row["step"] for row in rows_of(out)] == [*range(1, STEPS + 1)]
+    assert status_of(out)["status"] == "finished"
 
 
+SEEN = {LATE: "signalled USR1", "node_fails": "node_fails"}
+AGAIN = ["requeue", "started 1", "signalled USR1"]
 CASES = {
-    "finished": ([], "ends=finished", [], ["completed"]),
-    "failed": ([], "ends=failed", [], ["failed"]),
-    "killed": ([], "ends=killed", [], ["failed"]),
-    "ended without a word": ([], "ends=silent", [], ["failed"]),
-    "stopped by itself": ([], "ends=stopped", [], ["failed"]),
-    "finished after the signal": ([], "ends=finished", ["time_is_nearly_up"], ["completed"]),
-    "failed after the signal": ([], "ends=failed", ["time_is_nearly_up"], ["failed"]),
-    "killed after the signal": ([], "ends=killed", ["time_is_nearly_up"], ["failed"]),
-    "cancelled": ([], "ends=stopped", ["cancel"], ["failed"]),
-    "stopped, then finished": (
-        [],
-        "ends=stopped,finished",
-        ["time_is_nearly_up", "time_is_nearly_up"],
-        ["requeue", "started 1", "signalled USR1", "completed"],
-    ),
-    "stopped, then failed": (
-        [],
-        "ends=stopped,failed",
-        ["time_is_nearly_up", "time_is_nearly_up"],
-        ["requeue", "started 1", "signalled USR1", "failed"],
-    ),
-    "stopped, and may not be requeued": (
-        ["--no-requeue"],
-        "ends=stopped",
-        ["time_is_nearly_up"],
-        ["failed"],
-    ),
-    "a node failed": (
-        [],
-        "ends=finished",
-        ["node_fails", "time_is_nearly_up"],
-        ["started 1", "signalled USR1", "completed"],
-    ),
+    "finished": ("ends=finished", [], ["completed"]),
+    "failed": ("ends=failed", [], ["failed"]),
+    "ended without a word": ("ends=silent", [], ["failed"]),
+    "stopped by itself": ("ends=stopped", [], ["failed"]),
+    "finished after the signal": ("ends=finished", [LATE], ["completed"]),
+    "failed after the signal": ("ends=failed", [LATE], ["failed"]),
+    "stopped, then finished": ("ends=stopped,finished", [LATE] * 2, [*AGAIN, "completed"]),
+    "stopped, and may not be requeued": ("ends=stopped", [LATE], ["failed"], "--no-requeue"),
+    "a node failed": ("ends=finished", ["node_fails", LATE], [*AGAIN[1:], "completed"]),
 }
-"""Options of the job, how its attempts end, what happens to each, and what is seen after that."""
-SEEN = {"time_is_nearly_up": "signalled USR1", "cancel": "cancelled", "node_fails": "node_fails"}
+"""How a job's attempts end, what happens to each, what is seen after that; options of the job."""
 
 
 @pytest.mark.parametrize("how", CASES)
 def test_only_a_run_that_stopped_at_the_signal_is_requeued(how, cluster, program):
-    options, ends, happens, expected = CASES[how]
+    ends, happens, expected, *options = CASES[how]
     given = [ends, "wait=yes" if happens else "wait="]
     with cluster.submit(TWO, *options, recipe=program, given=given) as job:
         for attempt, what in enumerate(happens):
-            names = [f"waits_{attempt}_{rank}" for rank in range(2)]
-            job.wait_for(lambda names=names: cluster.has(*names), "waiting tasks")
+            cluster.wait(job, attempt)
             cluster.ask(what)
         job.end()
     first = [SEEN[what] for what in happens[:1]]
     assert cluster.events == ["started 0", *first, *expected], job.output
 
 
-@pytest.mark.parametrize(
-    ("what", "events", "says"),
-    [
-        ("time_is_nearly_up", ["signalled USR1", "requeue"], "not requeued, since MAX_RESTARTS is"),
-        ("node_fails", ["node_fails"], "3 restarts, and MAX_RESTARTS is 2: given up."),
-    ],
-)
-def test_restarts_have_a_bound(what, events, says, cluster, program, monkeypatch):
+BOUND = {
+    LATE: (["signalled USR1", "requeue"], [], "not requeued, since MAX_RESTARTS is"),
+    "node_fails": (["node_fails"], ["started 3"], "3 restarts, and MAX_RESTARTS is 2: given up."),
+}
+
+
+@pytest.mark.parametrize("what", BOUND)
+def test_restarts_have_a_bound(what, cluster, program, monkeypatch):
     monkeypatch.setenv("MAX_RESTARTS", "2")
+    events, more, message = BOUND[what]
     with cluster.submit(TWO, recipe=program, given=["ends=stopped", "wait=yes"]) as job:
         for attempt in range(3):
-            names = [f"waits_{attempt}_{rank}" for rank in range(2)]
-            job.wait_for(lambda names=names: cluster.has(*names), "waiting tasks")
+            cluster.wait(job, attempt)
             cluster.ask(what)
         job.end()
-    rounds = [[f"started {attempt}", *events] for attempt in range(3)]
-    *happened, last = cluster.events
-    assert last == "failed"
-    wanted = [event for events in rounds for event in events]
-    assert happened == (wanted[:-1] if what == "time_is_nearly_up" else [*wanted, "started 3"])
-    assert says in job.output
+    rounds = [event for attempt in range(3) for event in (f"started {attempt}", *events)]
+    assert cluster.events == [*(rounds[:-1] if what == LATE else rounds), *more, "failed"]
+    assert message in job.output
 
 
 def test_an_old_word_in_the_run_directory_does_not_count(cluster, program):
@@ -291,8 +224,8 @@ def test_an_old_word_in_the_run_directory_does_not_count(cluster, program):
     shutil.copy(program.parent / "stopped" / "status.json", cluster.out)
     program.write_text(PROGRAM.replace('say("running")', "pass"))
     with cluster.submit(TWO, recipe=program, given=["ends=silent", "wait=yes"]) as job:
-        job.wait_for(lambda: cluster.has("waits_0_0", "waits_0_1"), "waiting tasks")
-        cluster.ask("time_is_nearly_up")
+        cluster.wait(job)
+        cluster.ask(LATE)
         job.end()
     assert cluster.events == ["started 0", "signalled USR1", "failed"]
     assert "status.json says nothing" in job.output
@@ -301,21 +234,20 @@ def test_an_old_word_in_the_run_directory_does_not_count(cluster, program):
 def test_a_second_signal_does_not_reach_the_tasks(cluster, program):
     with cluster.submit(TWO, recipe=program, given=["ends=stopped", "wait=twice"]) as job:
         for count, stage in enumerate(("waits", "heard"), start=1):
-            names = [f"{stage}_0_{rank}" for rank in range(2)]
-            job.wait_for(lambda names=names: cluster.has(*names), stage)
-            cluster.ask("time_is_nearly_up")
-            job.wait_for(lambda n=count: cluster.events.count("signalled USR1") == n, "signal")
+            cluster.wait(job, stage=stage)
+            cluster.ask(LATE)
+            cluster.wait_for(job, "signalled USR1", count)
         (cluster.out / "go").touch()
-        job.wait_for(lambda: "started 1" in cluster.events, "a second start")
+        cluster.wait_for(job, "started 1")
     assert cluster.events[:4] == ["started 0", *2 * ["signalled USR1"], "requeue"]
 
 
 def test_a_cancelled_run_may_save_first(cluster, program):
     """What is left of a job is killed when its batch shell ends, so that has to stay."""
     with cluster.submit(TWO, recipe=program, given=["ends=stopped", "wait=twice"]) as job:
-        job.wait_for(lambda: cluster.has("waits_0_0", "waits_0_1"), "waiting tasks")
+        cluster.wait(job)
         subprocess.run(["scancel", os.environ["FAKE_SLURM_JOB_ID"]], check=True)
-        job.wait_for(lambda: "cancelled" in cluster.events, "signals")
+        cluster.wait_for(job, "cancelled")
         (cluster.out / "go").touch()
         job.end()
     assert cluster.events == ["started 0", "cancelled", "failed"]
@@ -343,9 +275,9 @@ sys.exit(1)
 """,
     )
     with cluster.submit("--nodes=2", recipe=program) as job:
-        job.wait_for(lambda: cluster.has("waits_0_0", "waits_0_1"), "waiting nodes")
-        cluster.ask("time_is_nearly_up")
-        job.wait_for(lambda: "started 1" in cluster.events, "a second start")
+        cluster.wait(job)
+        cluster.ask(LATE)
+        cluster.wait_for(job, "started 1")
 
 
 def test_a_task_that_fails_ends_the_others(cluster, program):
