@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import attrs
 import torch
@@ -21,7 +21,7 @@ from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
 from forgekit.steps.ranges import ranged
-from forgekit.steps.totals import Held, Totals, find_problem
+from forgekit.steps.totals import Totals, find_problem, parameters_of
 from forgekit.tensors import local, wide
 
 BUCKET_BYTES = 2**24
@@ -111,16 +111,18 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
             that has just joined reports other sums or sizes than the others. Those go on without
             it. Also if the totals have been summed before.
     """
-    if (held := totals.held) is None:
+    if totals.held is None:
         raise ValueError(SUMMED)
+    shares = totals.held.shares
     problem = find_problem(totals, state)
-    if problem is None and len({samples == 0 for samples, _ in held.shares}) > 1:
+    if problem is None and len({samples == 0 for samples, _ in shares}) > 1:
         problem = UNEVEN
-    parameters = (p for group in state.optimizer.param_groups for p in group["params"])
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    held = parameters_of(state.optimizer)
+    gradients = [local(p.grad) for p in held if p.grad is not None]
     keys = sorted(totals.flat.keys() - {"loss_scale"}, key=str)
     vector = torch.cat([totals[key].reshape(-1) for key in keys])
-    digest = _digest(repr((keys, len(vector))), gradients, state, held)
+    sizes = [whole for _, whole in shares]
+    digest = _digest(keys, len(vector), gradients, state, sizes)
     # Integers: equal digests are told from others by sums alone, and exactly.
     is_new = state.agreed is None
     header = [1, totals.samples, problem is not None, is_new, digest, digest**2]
@@ -129,7 +131,6 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
     groups, samples, problems, newcomers, digests, squares = numbers.tolist()
     is_alike = groups * squares == digests**2
     if good and not (is_alike or problems) and (is_new or not newcomers):
-        sizes = [whole for _, whole in held.shares]
         problem = OTHER_SUMS.format(sums=", ".join(map(str, keys)), sizes=sizes)
     good = good and is_alike and not problems
     if good and groups > 1:
@@ -159,11 +160,10 @@ OTHER_SUMS = (
 )
 
 
-def _digest(sums: str, gradients: list[Tensor], state: TrainState, held: Held) -> int:
+def _digest(keys: Any, size: int, gradients: list[Tensor], state: TrainState, sizes: Any) -> int:
     """Twenty bits that say what a group is about to add up; a million squares fit into int64."""
     shards = [(shard.dtype, shard.numel()) for shard in gradients]
-    whole = [size for _, size in held.shares]
-    facts = (sums, shards, state.step, state.samples, whole)
+    facts = (keys, size, shards, state.step, state.samples, sizes)
     return zlib.crc32(repr(facts).encode()) >> 12
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import attrs
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from forgekit.parallel.agreement import exchange
@@ -405,16 +406,20 @@ def _summed_keys(totals: Totals) -> list[Any]:
     return sorted((key for key in totals.flat if key != "loss_scale"), key=str)
 
 
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """All parameters that an optimizer holds, in the order of its groups."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 def _gradient_square(state: TrainState) -> Tensor:
     """This rank's share of the squared L2 norm of the gradient that is due, ``[]`` float64."""
     # The ranks of other pipeline stages hold other parameters, never the same shard.
     world = world_of(state.mesh) // size_of(state.mesh, "pp")
     by_owners: dict[int, list[Tensor]] = {}
-    for group in state.optimizer.param_groups:
-        for parameter in group["params"]:
-            if (gradient := parameter.grad) is not None:
-                shard, owners = shard_and_owners(gradient, world)
-                by_owners.setdefault(owners, []).append(shard)
+    for parameter in parameters_of(state.optimizer):
+        if (gradient := parameter.grad) is not None:
+            shard, owners = shard_and_owners(gradient, world)
+            by_owners.setdefault(owners, []).append(shard)
     parts = []
     for owners, shards in by_owners.items():
         norms = torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float64))
