@@ -27,6 +27,7 @@ from forgekit.parallel.fsdp import (
     find_unreduced,
     first_gradient,
     fsdp_modules,
+    gather_skipped,
     release,
     reset_iteration,
     set_sync,
@@ -191,8 +192,11 @@ def _accumulate_whole(
             part = take_part(batch, state.layout, device)
             # After the proofs, which draw numbers too.
             seed_micro_batch(state, first_number + number)
-            loss = check_loss(compute_loss(state.model, part, loss_fn))
-        if is_last and number:
+            loss = compute_loss(state.model, part, loss_fn)
+        check_loss(loss)
+        if number == 0:
+            gather_skipped(sharded)
+        elif is_last:
             widen_accumulators(sharded)
         with named("backward"):
             loss.sum.backward(state.loss_scale.to(loss.sum.dtype))

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from forgekit.parallel.agreement import exchange
-from forgekit.parallel.layout import shard_and_owners, size_of, world_of
+from forgekit.parallel.layout import full, shard_and_owners, size_of, world_of
 from forgekit.state import Agreement, TrainState
 from forgekit.steps.audit.agreement import Report, UnreducedError, agree, compare, difference
 from forgekit.steps.losses import Loss, pair_of
@@ -109,7 +109,7 @@ class LossSums:
             sums = self.metrics.setdefault(name, ([], []))
             for values, value in zip(sums, pair_of(metric), strict=True):
                 # Detached here: a metric would keep its micro-batch's graph until the step ends.
-                values.append(value.detach() if isinstance(value, Tensor) else value)
+                values.append(full(value.detach()) if isinstance(value, Tensor) else value)
 
     def totals(
         self, loss_scale: Tensor, samples: int, noted: Mapping[Any, Tensor] = {}, **more: Any

@@ -372,7 +372,7 @@ def _metric_named_loss(model, batch):
 
 BAD = [
     ([], lambda m, b: None, ValueError, "a step got no micro-batch"),
-    ([{"x": 1}], lambda m, b: None, TypeError, r"a micro-batch is a dict; .* batch_size \[b\]"),
+    ([{"x": 1}], lambda m, b: None, TypeError, r"a micro-batch is a dict with .* batch_size \[b\]"),
     ([_some_batch()], lambda m, b: m(b["x"]).sum(), TypeError, "loss_fn returned a Tensor"),
     ([_some_batch()], lambda m, b: fk.Loss(b["x"].sum(), 1), ValueError, "does not depend on any"),
     ([_some_batch()], _metric_named_loss, ValueError, r"reports \['loss'\], names that every"),
