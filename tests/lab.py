@@ -67,6 +67,18 @@ def global_batch(world: int, kind: str = "ragged", seed: int = 0) -> list[list[T
     return batches
 
 
+def vectors(rank: int, micros: int = 2, seed: int = 0) -> list[TensorDict]:
+    """Micro-batches of three rows ``x [3 6]`` and of labels below 5, ragged, for small models."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    batches = []
+    for count in range(micros):
+        x = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+        labels = torch.randint(5, (3,), generator=generator)
+        labels[: (rank + count) % 3] = -100
+        batches.append(TensorDict({"x": x, "labels": labels}, [3]))
+    return batches
+
+
 def torch_loss(model: Callable[..., Any], batch: Any) -> fk.Loss:
     """Torch's own cross-entropy of what a model or a function returns."""
     places = {key: batch[key] for key in ("position_ids", "doc_ids") if key in batch}

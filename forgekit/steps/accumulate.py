@@ -27,6 +27,7 @@ from forgekit.parallel.fsdp import (
     find_unreduced,
     first_gradient,
     fsdp_modules,
+    gather_skipped,
     release,
     reset_iteration,
     set_sync,
@@ -49,7 +50,7 @@ from forgekit.steps.micro_batch import (
 )
 from forgekit.steps.pipelined import accumulate_staged
 from forgekit.steps.ranges import NOTHING, named, ranged
-from forgekit.steps.totals import OPEN, Held, LossSums, Totals, take_held
+from forgekit.steps.totals import OPEN, Held, LossSums, Totals, parameters_of, take_held
 
 SYNCS = get_args(Sync)
 
@@ -191,8 +192,11 @@ def _accumulate_whole(
             part = take_part(batch, state.layout, device)
             # After the proofs, which draw numbers too.
             seed_micro_batch(state, first_number + number)
-            loss = check_loss(compute_loss(state.model, part, loss_fn))
-        if is_last and number:
+            loss = compute_loss(state.model, part, loss_fn)
+        check_loss(loss)
+        if number == 0:
+            gather_skipped(sharded)
+        elif is_last:
             widen_accumulators(sharded)
         with named("backward"):
             loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
@@ -273,7 +277,7 @@ def _check_parameters(state: TrainState, sharded: FsdpModules) -> None:
             "shards by itself. Remove the hook, and change parameter.grad between accumulate and "
             "reduce_totals."
         )
-    held = (p for group in state.optimizer.param_groups for p in group["params"])
+    held = parameters_of(state.optimizer)
     plain = [tuple(p.shape) for p in held if not isinstance(p, DTensor)]
     if plain and world_of(state.mesh) > 1:
         raise ValueError(
@@ -289,7 +293,6 @@ def _fill_unused(state: TrainState) -> None:
     FSDP does so for some and not for others, by what ran before; an optimizer treats a missing
     gradient differently from zero, so layouts and resumed runs would drift apart.
     """
-    for group in state.optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    for parameter in parameters_of(state.optimizer):
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)

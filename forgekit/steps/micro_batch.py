@@ -25,7 +25,7 @@ from forgekit.mesh import data_ranks
 from forgekit.parallel.fsdp import fsdp_modules, release, reset_iteration
 from forgekit.parallel.layout import full
 from forgekit.state import Layout, TrainState
-from forgekit.steps.losses import Loss, LossFn, pair_of, values_of
+from forgekit.steps.losses import Loss, LossFn
 
 RESERVED = frozenset({"loss", "grad_norm", "lr", "targets", "skipped"})
 
@@ -70,7 +70,8 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
     """
     if not isinstance(batch, TensorDictBase) or not batch.batch_size:
         raise TypeError(
-            f"a micro-batch is a {type(batch).__name__}; a step needs TensorDicts with batch_size "
+            f"a micro-batch is a {type(batch).__name__} with batch_size "
+            f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts with batch_size "
             "[b], in a list. Use TensorDict(tensors, batch_size=[b])."
         )
     documents = layout.documents
@@ -111,7 +112,7 @@ def seed_micro_batch(state: TrainState, number: int, stage: int | None = None) -
 
 
 def compute_loss(model: Any, batch: TensorDictBase, loss_fn: LossFn) -> Loss:
-    """Call a loss function and return its loss with plain tensors in it.
+    """Call a loss function and return its loss, whose sum and count are plain.
 
     Raises:
         TypeError: If it returns no ``Loss``.
@@ -122,12 +123,10 @@ def compute_loss(model: Any, batch: TensorDictBase, loss_fn: LossFn) -> Loss:
             f"loss_fn returned a {type(loss).__name__}; a step needs forgekit.Loss(sum, count), "
             "the summed loss and the number of its targets."
         )
-    if not any([isinstance(value, DTensor) for value in values_of(loss)]):  # noqa: C419 (faster as a list)
-        return loss
-    metrics = {name: tuple(map(full, pair_of(metric))) for name, metric in loss.metrics.items()}
-    rows = loss.rows and (full(loss.rows[0]), full(loss.rows[1]))
-    numbers = {name: full(getattr(loss, name)) for name in ("sum", "count", "means")}
-    return dataclasses.replace(loss, metrics=metrics, rows=rows, **numbers)
+    if isinstance(loss.sum, DTensor) or isinstance(loss.count, DTensor):
+        numbers = {name: full(getattr(loss, name)) for name in ("sum", "count", "means")}
+        return dataclasses.replace(loss, **numbers)
+    return loss
 
 
 class explaining:

@@ -26,6 +26,7 @@ from forgekit.parallel.fsdp import (
     sum_gradients,
     widen_accumulators,
 )
+from forgekit.parallel.layout import full
 from forgekit.parallel.pipeline.rehearsal import PARAMETER_READ, no_reads
 from forgekit.parallel.pipeline.stage import StandIn
 from forgekit.parallel.pipeline.stages import Stages
@@ -323,7 +324,7 @@ class _Work:
 
                 result = self._call(stage, self._first, run)
             values = values_of(result) if isinstance(result, Loss) else result
-            return [value.detach() for value in values if isinstance(value, Tensor)]
+            return [full(value.detach()) for value in values if isinstance(value, Tensor)]
 
         try:
             with (

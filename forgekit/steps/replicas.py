@@ -21,7 +21,7 @@ from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
 from forgekit.steps.ranges import ranged
-from forgekit.steps.totals import Totals, find_problem
+from forgekit.steps.totals import Totals, find_problem, parameters_of
 from forgekit.tensors import local, wide
 
 BUCKET_BYTES = 2**24
@@ -111,13 +111,14 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
             that has just joined reports other sums or sizes than the others. Those go on without
             it. Also if the totals have been summed before.
     """
-    if (held := totals.held) is None:
+    if totals.held is None:
         raise ValueError(SUMMED)
+    shares = totals.held.shares
     problem = find_problem(totals, state)
-    if problem is None and len({samples == 0 for samples, _ in held.shares}) > 1:
+    if problem is None and len({samples == 0 for samples, _ in shares}) > 1:
         problem = UNEVEN
-    parameters = (p for group in state.optimizer.param_groups for p in group["params"])
-    gradients = [local(p.grad) for p in parameters if p.grad is not None]
+    held = parameters_of(state.optimizer)
+    gradients = [local(p.grad) for p in held if p.grad is not None]
     keys = sorted(totals.flat.keys() - {"loss_scale"}, key=str)
     flat = dict(totals.flat)
     if totals.samples == 0:  # what it has computed is another group's; its votes are its own
@@ -125,7 +126,7 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
             value.zero_()
         flat |= {key: torch.zeros_like(flat[key]) for key in keys if not _is_vote(key)}
     vector = torch.cat([flat[key].reshape(-1) for key in keys])
-    sizes = [whole for _, whole in held.shares]
+    sizes = [whole for _, whole in shares]
     shards = [(shard.dtype, shard.numel()) for shard in gradients]
     facts = repr((keys, len(vector), shards, state.step, state.samples, sizes))
     # Twenty bits: a million squares fit into int64, and equal digests are told from others by sums

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import attrs
@@ -12,10 +12,11 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef
 
 from forgekit.parallel.agreement import exchange
-from forgekit.parallel.layout import shard_and_owners, size_of, world_of
+from forgekit.parallel.layout import full, shard_and_owners, size_of, world_of
 from forgekit.state import Agreement, TrainState
 from forgekit.steps.audit.agreement import Report, UnreducedError, agree, compare, difference
 from forgekit.steps.losses import Loss, pair_of
@@ -108,7 +109,7 @@ class LossSums:
             sums = self.metrics.setdefault(name, ([], []))
             for values, value in zip(sums, pair_of(metric), strict=True):
                 # Detached here: a metric would keep its micro-batch's graph until the step ends.
-                values.append(value.detach() if isinstance(value, Tensor) else value)
+                values.append(full(value.detach()) if isinstance(value, Tensor) else value)
 
     def totals(
         self, loss_scale: Tensor, samples: int, noted: Mapping[Any, Tensor] = {}, **more: Any
@@ -405,16 +406,20 @@ def _summed_keys(totals: Totals) -> list[Any]:
     return sorted((key for key in totals.flat if key != "loss_scale"), key=str)
 
 
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """All parameters that an optimizer holds, in the order of its groups."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
 def _gradient_square(state: TrainState) -> Tensor:
     """This rank's share of the squared L2 norm of the gradient that is due, ``[]`` float64."""
     # The ranks of other pipeline stages hold other parameters, never the same shard.
     world = world_of(state.mesh) // size_of(state.mesh, "pp")
     by_owners: dict[int, list[Tensor]] = {}
-    for group in state.optimizer.param_groups:
-        for parameter in group["params"]:
-            if (gradient := parameter.grad) is not None:
-                shard, owners = shard_and_owners(gradient, world)
-                by_owners.setdefault(owners, []).append(shard)
+    for parameter in parameters_of(state.optimizer):
+        if (gradient := parameter.grad) is not None:
+            shard, owners = shard_and_owners(gradient, world)
+            by_owners.setdefault(owners, []).append(shard)
     parts = []
     for owners, shards in by_owners.items():
         norms = torch.stack(torch._foreach_norm(shards, 2, dtype=torch.float64))

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from forgekit.optim.average import average_of
@@ -17,8 +16,8 @@ from forgekit.state import TrainState, donate
 from forgekit.steps.clip import Correction, is_finite
 from forgekit.steps.experts import rebalance
 from forgekit.steps.ranges import ranged
-from forgekit.steps.totals import Totals
-from forgekit.tensors import wide
+from forgekit.steps.totals import Totals, parameters_of
+from forgekit.tensors import local, wide
 
 StateT = TypeVar("StateT", bound=TrainState)
 
@@ -76,7 +75,7 @@ def update(
         group["lr"] = lr * group.get("lr_scale", 1.0)
     _step_optimizer(state.optimizer, correction)
     rebalance(state.model, totals.flat, correction.finite, state.step, total)
-    if _is_sharded(state.optimizer):  # what is gathered is old now
+    if state.mesh is not None:  # what is gathered is old now
         release(fsdp_modules(*state.layout.roots(state.model)))
     finite = correction.finite
     if (average := average_of(state)) is not None:
@@ -165,22 +164,15 @@ def _step_fused(optimizer: Optimizer, correction: Correction) -> None:
         optimizer.grad_scale = optimizer.found_inf = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _is_sharded(optimizer: Optimizer) -> bool:
-    return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
-
-
 def _first_parameter(optimizer: Optimizer) -> Tensor:
-    return next(p for group in optimizer.param_groups for p in group["params"])
+    return next(parameters_of(optimizer))
 
 
 def _multiply_gradients(optimizer: Optimizer, factor: Tensor) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is not None:
-                grad = parameter.grad
-                local = grad.to_local() if isinstance(grad, DTensor) else grad
-                by_dtype.setdefault(local.dtype, []).append(local)
+    for parameter in parameters_of(optimizer):
+        if (gradient := parameter.grad) is not None:
+            by_dtype.setdefault(gradient.dtype, []).append(local(gradient))
     for dtype, gradients in by_dtype.items():
         # At least float32: a factor near 1 in bfloat16 is 1.
         torch._foreach_mul_(gradients, factor.to(wide(dtype)))

@@ -75,10 +75,10 @@ CASES = {
         ValueError,
         r"^a loss reports \['lr'\], names that every step reports; rename",
     ),
-    "one source for many": (
-        lambda: fk.losses_by_source(loss_fn, "code"),
+    "labels that were cast": (
+        lambda: fk.accumulate(create(), [batch_of(labels=IDS.bfloat16())], loss_fn),
         TypeError,
-        r"^sources is the text 'code'; pass a sequence of names: order\.sources",
+        r"^labels hold torch\.bfloat16, in which not all of .* move a batch with .to\(device\)",
     ),
     "an end without tokens": (
         partial(generate, stop=[[]]),

@@ -260,6 +260,7 @@ FAULTS = [
         "user dp_shard",
         value(USER, "batches", on_rank_1(_fewer_rows, "batches")),
         seen="a step was skipped",
+        quick=True,
     ),
     Fault(
         "another step on rank 1",

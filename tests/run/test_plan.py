@@ -542,8 +542,14 @@ def test_layouts_of_a_sweep_fill_the_world():
 PLANNED = Plan(
     **dict.fromkeys(("step_seconds", "tokens_per_second_per_device", "mfu"), 1.0),
     **dict.fromkeys(("parameters", "active_parameters", "micro_batches", "targets_per_step"), 1),
-    world=16, device="h100", layout={}, flops_per_step=1, bubble=0.0,
-    exposed_seconds=0.5, memory_limit=2.0, collectives=[],
+    world=16,
+    device="h100",
+    layout={},
+    flops_per_step=1,
+    bubble=0.0,
+    exposed_seconds=0.5,
+    memory_limit=2.0,
+    collectives=[],
     ranks=[{"rank": n, "pp": n, "memory": {"peak": n + 1}} for n in range(2)],
 )
 

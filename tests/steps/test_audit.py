@@ -20,6 +20,7 @@ from lab import (
     logits_loss,
     mean_gradients,
     relative_error,
+    vectors,
 )
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
@@ -64,17 +65,6 @@ def _loss(model, batch):
     return fk.cross_entropy(logits, batch["labels"])
 
 
-def _batches(rank, micros=2, seed=0):
-    generator = torch.Generator().manual_seed(100 * seed + rank)
-    rows = []
-    for count in range(micros):
-        x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
-        labels = torch.randint(CLASSES, (3,), generator=generator)
-        labels[: (rank + count) % 3] = -100
-        rows.append(TensorDict({"x": x, "labels": labels}, [3]))
-    return rows
-
-
 def _step(loss_fn=_loss, **options):
     return fk.make_step(loss_fn, schedule=fk.constant(0.1), **options)
 
@@ -90,7 +80,7 @@ def _keeps(state, step, batches, error, match):
 def _opaque(rank, world, wrap, sizes, sync):
     state = lay_out(_Model(wrap).double(), sizes)
     match = r"never reduced the gradients of 4 param"
-    return _keeps(state, _step(sync=sync), _batches(rank), UnreducedError, match)
+    return _keeps(state, _step(sync=sync), vectors(rank), UnreducedError, match)
 
 
 @pytest.mark.parametrize(
@@ -110,11 +100,11 @@ def _skips_the_model(rank, world, steps_before, sizes, sync, precision):
     model = _Model().double() if precision == "fp32" else _Model()
     state, step = lay_out(model, sizes, precision=precision), _step(_skipping_loss, sync=sync)
     for _ in range(steps_before):
-        state, _ = step(state, _batches(rank))
-    batches = _batches(rank)
+        state, _ = step(state, vectors(rank))
+    batches = vectors(rank)
     batches[-1]["labels"][:] = -100
     kept = _keeps(state, step, batches, UnreducedError, "Call the model for every micro-batch")
-    state, metrics = step(state, _batches(rank, seed=1))  # nothing stale, nothing donated
+    state, metrics = step(state, vectors(rank, seed=1))  # nothing stale, nothing donated
     return kept, float(metrics["skipped"])
 
 
@@ -137,11 +127,11 @@ def test_a_loss_that_skips_the_model_in_the_last_micro_batch_is_refused(
 def _one_rank_hides(rank, world):
     """The second tensor-parallel rank alone holds its gradients back, after a good step."""
     state = lay_out(_Model().double(), {"tp": 2}, plan=PLAN)
-    state, _ = _step()(state, _batches(0))
+    state, _ = _step()(state, vectors(0))
     state.model.wrap = "namespace" if rank else "tensor"
     told = "never red" if rank else "rank 1 could not .* never red"
     error = UnreducedError if rank else RuntimeError
-    return _keeps(state, _step(), _batches(0, seed=1), error, told)
+    return _keeps(state, _step(), vectors(0, seed=1), error, told)
 
 
 def test_all_ranks_raise_where_one_refuses_a_later_step():
@@ -198,7 +188,7 @@ WAYS = {
 
 
 def _using(at, uses):
-    batches = _batches(at, 4)
+    batches = vectors(at, 4)
     for batch, use in zip(batches, USES[uses][at], strict=True):
         batch["use"] = torch.full((3,), use, dtype=torch.float64)
     return batches
@@ -241,7 +231,7 @@ def _differing_replica(rank, world, sizes):
     for name, change in CHANGES.items():
         plan = PLAN if "tp" in sizes else None
         state = lay_out(_Model().double(), {"dp_shard": 1, **sizes}, plan=plan)
-        totals = fk.accumulate(state, _batches(0), _loss)
+        totals = fk.accumulate(state, vectors(0), _loss)
         if rank:
             with torch.no_grad():
                 change(state)
@@ -253,7 +243,7 @@ def _differing_replica(rank, world, sizes):
         )
         with pytest.raises(ValueError, match=message):
             fk.reduce_totals(totals, state)
-        fk.reduce_totals(fk.accumulate(state, _batches(0), _loss, audit=False), state)
+        fk.reduce_totals(fk.accumulate(state, vectors(0), _loss, audit=False), state)
         assert is_kept(state.model, before)
 
 
@@ -264,12 +254,12 @@ def test_replicas_that_differ_are_refused_on_every_rank(sizes):
 
 def _later(rank, world):
     """A first step that is not finite is a bad one and no difference; drift is seen later."""
-    state, batches = lay_out(_Model().double(), REPLICAS), _batches(rank)
+    state, batches = lay_out(_Model().double(), REPLICAS), vectors(rank)
     if rank:
         batches[0]["x"][0, 0] = math.nan
     state, metrics = _step()(state, batches)
     assert metrics["skipped"] == 1
-    state, _ = _step()(state, _batches(rank))
+    state, _ = _step()(state, vectors(rank))
     check_replicas(state)
     if rank:
         with torch.no_grad():
@@ -287,7 +277,7 @@ def _buffers(rank, world, options, sizes, plan):
     row, _ = fk.data_ranks(state.mesh)
     try:
         for _ in range(2):
-            state, _ = _step()(state, _batches(row))
+            state, _ = _step()(state, vectors(row))
             check_replicas(state)
     except ValueError as error:
         return state.step, str(error)
@@ -326,15 +316,15 @@ def _counts_apart(rank, world, sizes, when):
         return loss + dataclasses.replace(loss, count=loss.count + sum(more))
 
     for index in range(when):
-        state, _ = _step(two_losses)(state, _batches(rank, seed=index))
+        state, _ = _step(two_losses)(state, vectors(rank, seed=index))
     more += [1] * rank
     told = "" if rank == when == 1 else "^rank 1 "
     told += ".*cannot add losses with counts 2 and 3: a step divides by one count. "
     kept = _keeps(
-        state, _step(two_losses), _batches(rank, seed=when), (ValueError, RuntimeError), told
+        state, _step(two_losses), vectors(rank, seed=when), (ValueError, RuntimeError), told
     )
     with pytest.raises(ValueError, match=r"^rank 1 cannot add losses with counts 2 and 3"):
-        fk.evaluate(state, _batches(rank, micros=1, seed=when), two_losses)
+        fk.evaluate(state, vectors(rank, micros=1, seed=when), two_losses)
     return kept
 
 
@@ -363,7 +353,7 @@ def test_ranks_with_other_styles_are_refused():
 def _own_loop(rank, world, audit):
     """Parts of a step, written out, with settings that differ between the ranks."""
     state = lay_out(_Model().double())
-    totals = fk.accumulate(state, _batches(rank), _loss, audit=audit)
+    totals = fk.accumulate(state, vectors(rank), _loss, audit=audit)
     try:
         fk.reduce_totals(totals, state, settings={"my own": rank})
     except ValueError as error:
@@ -429,7 +419,7 @@ def test_a_metric_lets_its_graph_go():
         watched.append(weakref.ref(held))
         return dataclasses.replace(loss, metrics={"twice": (metric, loss.count)})
 
-    totals = fk.reduce_totals(fk.accumulate(state, _batches(0, 3), loss_fn), state)
+    totals = fk.reduce_totals(fk.accumulate(state, vectors(0, 3), loss_fn), state)
     metrics = fk.step_metrics(totals, fk.clip(totals), lr=0.0)
     assert seen == [0, 0, 0]
     assert float(metrics["twice"]) == pytest.approx(2 * float(metrics["loss"]))

@@ -91,6 +91,33 @@ def loss_fn(model, batch):
     return fk.cross_entropy(logits, batch["labels"])
 
 
+def watch(model):
+    """What goes into each layer of experts, by their number."""
+    entered = {}
+    for index, layer in enumerate(routed(model)):
+        layer.register_forward_pre_hook(lambda _, args, i=index: entered.update({i: args[0]}))
+    return entered
+
+
+def terms_of(layer, x, batch, spec=None):
+    """The router terms of one layer by their formulas, from what goes into it."""
+    spec, is_token = spec or layer.spec, batch["doc_ids"] >= 0
+    logits = x @ layer.router.weight.T
+    probabilities = logits.softmax(-1)
+    bias = layer.router.selection_bias
+    choice = (probabilities if bias is None else probabilities + bias).topk(spec.top_k).indices
+    if spec.force_balance:
+        choice = (torch.arange(choice.numel()) % spec.experts).view(choice.shape)
+    hits = F.one_hot(choice, spec.experts).sum(2).double() * is_token.unsqueeze(-1)
+    counts = hits.sum((0, 1))
+    per_row = hits.sum(1, keepdim=True) / hits.sum((1, 2)).clamp(min=1)[:, None, None]
+    load = layer.router.load.double()
+    value = spec.aux_loss * spec.experts * (load * probabilities).sum(-1)
+    value = value + spec.sequence_aux_loss * spec.experts * (per_row * probabilities).sum(-1)
+    value = value + spec.z_loss * logits.logsumexp(-1) ** 2
+    return (value * (batch["labels"] != -100)).sum(), counts
+
+
 def run(state, batches, loss_fn=loss_fn):
     """Gradients, and how often each expert was chosen."""
     totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
@@ -133,13 +160,12 @@ def test_at_rest_the_gradient_is_that_of_the_usual_form():
         return fk.Loss(loss.sum * 0.0, loss.count)
 
     state = create(model)
-    (layer,), entered, gradients = routed(model), [], []
-    layer.register_forward_pre_hook(lambda _, args: entered.append(args[0].detach()))
+    (layer,), entered, gradients = routed(model), watch(model), []
     for _ in range(2):
         totals = fk.reduce_totals(fk.accumulate(state, [batch], only_terms), state)
         gradients.append(fk.gradients(state, totals)["layers.3.feed_forward.router.weight"])
         state = fk.update(state, fk.clip(totals), lr=0.0, totals=totals)
-    value = usual_form(layer, entered[-1])
+    value = usual_form(layer, entered[0].detach())
     expected = torch.autograd.grad(value, layer.router.weight)[0]
     assert relative_error({"w": gradients[1]}, {"w": expected}) < 1e-6  # shares are float32
     assert relative_error({"w": gradients[0]}, {"w": expected}) > 0.1

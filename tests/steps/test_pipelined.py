@@ -266,7 +266,7 @@ def _torn(rank, world):
     wrongly = {
         r"ValueError: micro-batch 2 has shape \(2, 5\) and the first one of": others,
         r"ValueError: the micro-batches have a len\(\) of 4 and ended after 3": _Short(batches[:3]),
-        r"TypeError: a micro-batch is a dict;": [*batches[:3], dict(batches[3])],
+        r"TypeError: a micro-batch is a dict with": [*batches[:3], dict(batches[3])],
     }
     for wrong_rank, (message, wrong) in itertools.product(range(world), wrongly.items()):
         mine = rank == wrong_rank

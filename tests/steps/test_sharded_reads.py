@@ -6,9 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from lab import alone, full, full_tensors, is_kept, lay_out, mean_gradients, relative_error
+from lab import alone, full, full_tensors, is_kept, lay_out, mean_gradients, relative_error, vectors
 from ranks import run_again
-from tensordict import TensorDict
 from torch import nn
 
 import forgekit as fk
@@ -95,17 +94,6 @@ READ = {
 }
 
 
-def _batches(rank, micros=2):
-    generator = torch.Generator().manual_seed(rank)
-    rows = []
-    for count in range(micros):
-        x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
-        labels = torch.randint(CLASSES, (3,), generator=generator)
-        labels[: (rank + count) % 3] = -100
-        rows.append(TensorDict({"x": x, "labels": labels}, [3]))
-    return rows
-
-
 def _state(sizes, kind=""):
     plan = {"layers.*.linear": "replicate"} if "tp" in sizes else None
     return lay_out(_Model(kind).double(), sizes, plan=plan)
@@ -113,7 +101,7 @@ def _state(sizes, kind=""):
 
 def _read(rank, world, name, sizes):
     state = _state(sizes)
-    return mean_gradients(state, _batches(fk.data_ranks(state.mesh)[0]), READ[name])
+    return mean_gradients(state, vectors(fk.data_ranks(state.mesh)[0]), READ[name])
 
 
 EXACT = [("head after", {}), ("head again", {}), ("looked at", {}), ("head after", REPLICAS)]
@@ -123,7 +111,7 @@ EXACT += [("shard", {"tp": 2}), ("head again", {"tp": 2})]
 @pytest.mark.parametrize(("name", "sizes"), EXACT, ids=str)
 def test_what_ranks_hold_whole_may_be_read(name, sizes):
     """After the model's call FSDP keeps the root's own parameters gathered until backward."""
-    rows = [b for rank in range(1 if "tp" in sizes else 2) for b in _batches(rank)]
+    rows = [b for rank in range(1 if "tp" in sizes else 2) for b in vectors(rank)]
     expected = mean_gradients(alone(_Model().double()), rows, READ[name])
     for found in run_again(_read, 2, name, sizes):
         assert relative_error(found, expected) < 1e-12
@@ -135,9 +123,9 @@ def _refused(rank, world, name, sizes):
     before = full_tensors(state.model)
     weight = "head.weight" if name == "before" else "layers.0.linear.weight"
     with pytest.raises(UnreducedError, match=rf"\({weight}\).* not by full_tensor\(\) or to_local"):
-        step(state, _batches(rank))
+        step(state, vectors(rank))
     assert is_kept(state.model, before)
-    fk.make_step(READ[name], schedule=fk.constant(0.1), audit=False)(state, _batches(rank))
+    fk.make_step(READ[name], schedule=fk.constant(0.1), audit=False)(state, vectors(rank))
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("whole", {}), ("shard", REPLICAS), ("before", {})])
@@ -158,7 +146,7 @@ def _mixed(rank, world, name, sizes, kind):
     with pytest.raises(
         ValueError, match=OUTSIDE if not kind else r"FSDP has freed\. Either FSDP saw"
     ):
-        fk.accumulate(state, _batches(rank), MIXED.get(name, _loss))
+        fk.accumulate(state, vectors(rank), MIXED.get(name, _loss))
     assert all(p.grad is None for p in state.model.parameters())
     return True
 
@@ -180,7 +168,7 @@ def test_shards_that_meet_plain_tensors_and_blocks_that_fsdp_cannot_follow_are_n
 
 def _skips_the_first(rank, world):
     state = _state({})
-    batches = _batches(rank)
+    batches = vectors(rank)
 
     def loss_fn(model, batch):
         if batch is batches[0] or torch.equal(batch["x"], batches[0]["x"]):
@@ -191,7 +179,7 @@ def _skips_the_first(rank, world):
 
 
 def test_a_loss_may_skip_the_model_in_the_first_micro_batch():
-    rows = [_batches(rank)[1] for rank in range(2)]
+    rows = [vectors(rank)[1] for rank in range(2)]
     expected = mean_gradients(alone(_Model().double()), rows, _loss)
     for found in run_again(_skips_the_first, 2):
         assert relative_error(found, expected) < 1e-12

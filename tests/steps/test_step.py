@@ -62,13 +62,6 @@ def test_parameters_are_bitwise_independent_of_the_loss_scale(build):
         assert torch.equal(norm, results[0][1])
 
 
-@pytest.mark.parametrize("scale", [-0.5, 0.3, float("inf")])
-def test_a_loss_scale_that_rounds_is_refused(scale):
-    model = fk.Transformer(SPEC)
-    with pytest.raises(ValueError, match=r"loss_scale .* is not a positive power of two"):
-        fk.TrainState.create(model, fk.adamw(model), loss_scale=scale)
-
-
 @pytest.mark.parametrize("rows", [[8], [1, 7], [1] * 8])
 def test_gradient_does_not_depend_on_the_split(rows):
     ids = torch.randint(0, SPEC.vocab_size, (8, 11), generator=torch.Generator().manual_seed(1))
@@ -379,7 +372,7 @@ def _metric_named_loss(model, batch):
 
 BAD = [
     ([], lambda m, b: None, ValueError, "a step got no micro-batch"),
-    ([{"x": 1}], lambda m, b: None, TypeError, r"a micro-batch is a dict; .* batch_size \[b\]"),
+    ([{"x": 1}], lambda m, b: None, TypeError, r"a micro-batch is a dict with .* batch_size \[b\]"),
     ([_some_batch()], lambda m, b: m(b["x"]).sum(), TypeError, "loss_fn returned a Tensor"),
     ([_some_batch()], lambda m, b: fk.Loss(b["x"].sum(), 1), ValueError, "does not depend on any"),
     ([_some_batch()], _metric_named_loss, ValueError, r"reports \['loss'\], names that every"),
@@ -417,46 +410,6 @@ def test_own_metrics_are_sums_over_counts():
     assert metrics["double"].item() == pytest.approx(12 / 4)
     assert metrics["plain"].item() == pytest.approx(5.0)
     assert all(value.shape == () for value in metrics.values())
-
-
-def test_a_change_of_names_raises():
-    state, _ = fk.make_step(_metrics_loss("a"), schedule=CONSTANT)(_linear_state(), [_some_batch()])
-    with pytest.raises(
-        ValueError, match=r"changed: missing \['metrics.a.count', 'metrics.a.sum'\]"
-    ):
-        fk.make_step(_metrics_loss("b"), schedule=CONSTANT)(state, [_some_batch()])
-
-
-@attrs.frozen(kw_only=True)
-class _Extended(fk.TrainState):
-    teacher: torch.nn.Module = attrs.field(metadata={"checkpoint": False})
-    temperature: float = 2.0
-
-
-def test_a_subclass_keeps_its_fields_through_a_step():
-    model, teacher = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    state = _Extended.create(model, fk.adamw(model), teacher=teacher, temperature=3.0)
-    step = fk.make_step(lambda m, b: fk.Loss(m(b["x"]).sum(), 1), schedule=CONSTANT)
-    new, _ = step(state, [_some_batch()])
-    assert isinstance(new, _Extended)
-    assert new.teacher is teacher
-    assert new.temperature == 3.0
-    assert (new.step, new.samples) == (1, 3)
-    with pytest.raises(fk.DonatedStateError, match="read 'temperature'"):
-        _ = state.temperature
-
-
-def test_groups_keep_their_share_of_the_learning_rate():
-    model = torch.nn.Linear(2, 2)
-    groups = [
-        {"params": [model.weight], "lr_scale": 0.1},
-        {"params": [model.bias]},
-    ]
-    state = fk.TrainState.create(model, torch.optim.AdamW(groups, fused=True))
-    step = fk.make_step(lambda m, b: fk.Loss(m(b["x"]).sum(), 1), schedule=fk.constant(0.5))
-    state, metrics = step(state, [_some_batch()])
-    assert [group["lr"] for group in state.optimizer.param_groups] == [0.05, 0.5]
-    assert metrics["lr"].item() == 0.5
 
 
 def test_dropout_depends_on_seed_and_step_alone():

@@ -33,16 +33,14 @@ CAUSES = MappingProxyType(
     {
         "tp": "a module between split projections that the plan does not name, or random numbers "
         "that differ between tensor-parallel ranks",
-        "cp": "a module that uses positions inside the rank's slice in place of those of the "
-        "sequence",
-        "dp_replicate": "an update outside of the step, or a gradient that was changed on one rank",
+        "cp": "a module that uses positions inside the rank's slice, not those of the sequence",
     }
 )
+OUTSIDE = "an update outside of the step, or a gradient that was changed on one rank"
 BUFFER = (
-    "a buffer that each rank updates from its own rows, as the running statistics of a BatchNorm, "
-    "so that every rank trains and saves another model. Use a norm without them (LayerNorm, "
-    "GroupNorm), one that adds them up (torch.nn.SyncBatchNorm, on accelerators), or keep the "
-    "module in evaluation mode"
+    "a buffer that each rank updates from its own rows, as the running statistics of a BatchNorm. "
+    "Use a norm without them (LayerNorm, GroupNorm), one that adds them up "
+    "(torch.nn.SyncBatchNorm, on accelerators), or keep the module in evaluation mode"
 )
 REPLICA = (
     "ranks {x} and {y} hold the same part of {name!r}, but its {part} differ ({a:.6g} and {b:.6g}) "
@@ -76,11 +74,10 @@ class UnreducedError(RuntimeError):
         super().__init__(
             f"FSDP never reduced the gradients of {len(names)} parameters{where} ({shown}); "
             "nothing was updated. It reduces a module's gradients when backward passes through "
-            "what the module returned, and sees tensors, tuples, lists, dicts and dataclasses of "
-            "them: return those, not a distribution, a namespace or a function. Call the model "
-            "for every micro-batch, with or without targets. Read parameters in the model's own "
-            "forward (head= gives it the output weight), not by full_tensor() or to_local() in "
-            "loss_fn; for an L2 term use the optimizer's weight decay."
+            "what the module returned: return tensors, tuples, lists, dicts or dataclasses, "
+            "not a distribution, a namespace or a function. Call the model for every micro-batch, "
+            "with or without targets. Read parameters in the model's own forward (head= gives it "
+            "the output weight), not by full_tensor() or to_local() in loss_fn."
         )
 
 
@@ -187,7 +184,7 @@ def compare(reports: Sequence[Report]) -> list[Any]:
                 a, b = next((m, n) for m, n in zip(a, b, strict=True) if m != n)
             told = {"x": x, "y": y, "a": a, "b": b, "name": name, "difference": changed}
             told["part"] = "gradients" if kind == "gradients" else "values"
-            told["cause"] = "; ".join(causes) or "an update outside of the step"
+            told["cause"] = "; ".join(causes) or OUTSIDE
             raise ValueError(sentence.format(along=" and ".join(along), **told))
     return next((r.stated["sums", "", ()] for r in reports if ("sums", "", ()) in r.stated), [])
 

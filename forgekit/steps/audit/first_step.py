@@ -18,7 +18,7 @@ from tensordict import TensorDictBase
 
 from forgekit.mesh import data_ranks
 from forgekit.parallel.agreement import exchange
-from forgekit.parallel.fsdp import FsdpModules, gather_skipped, watching_shards
+from forgekit.parallel.fsdp import FsdpModules, watching_shards
 from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
 from forgekit.steps.audit.agreement import digest_rows
@@ -77,7 +77,6 @@ class Audit:
             yield
         if compares:
             _compare(END)
-        gather_skipped(self._sharded)
 
     def look(self, batch: TensorDictBase) -> None:
         """Take the first micro-batch, whole sequences, before the model does.
