@@ -145,6 +145,14 @@ def full_tensors(model: nn.Module, *, gradients: bool = False) -> dict[str, Tens
     return {n: full(p).detach().clone() for n, p in named}
 
 
+def step_gradients(
+    state: fk.TrainState, batches: Any, loss_fn: Callable[[Any, Any], fk.Loss], **options: Any
+) -> dict[str, Tensor]:
+    """Full gradients of the token-mean loss that a step accumulates, by name."""
+    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn, **options), state)
+    return {name: full(gradient) for name, gradient in fk.gradients(state, totals).items()}
+
+
 def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Largest difference over the largest expected value; NaN does not pass a comparison."""
     assert found.keys() == expected.keys()

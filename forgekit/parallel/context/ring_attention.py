@@ -116,7 +116,7 @@ def attend_ring(
         backward pass needs.
     """
     members = members_named(name)
-    route = Route.plan(q, ids, rank=members.rank, size=members.size, kernel=kernel)
+    route = Route(members.rank, members.size, ids, kernel)
     # Summed in float32 or wider, and rounded once at the end.
     out = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
     shape = q.shape[0], q.shape[2], q.shape[1]
@@ -125,7 +125,7 @@ def attend_ring(
     q, k, v, summed = map(_by_head, (_dense(q), k, v, out))
 
     def attend(step: int, keys: Tensor, values: Tensor) -> None:
-        for area in route.steps[step]:
+        for area in route.areas(step, q):
             here, there = _indices(area)
             options = {"ids": route.documents(area, step), "kernel": route.kernel}
             block = attend_block(q[here], keys[there], values[there], offset=area.offset, **options)
@@ -169,7 +169,7 @@ def attend_ring_backward(
         Gradients of ``q``, ``k`` and ``v``, shaped like them.
     """
     members = members_named(name)
-    route = Route.plan(q, ids, rank=members.rank, size=members.size, kernel=kernel)
+    route = Route(members.rank, members.size, ids, kernel)
     wide_dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     dq, dk, dv = _like(q), _like(k), _like(v)
     gradient, q, out = map(_by_head, (_dense(gradient), _dense(q), out))
@@ -180,7 +180,7 @@ def attend_ring_backward(
 
     def attend_back(step: int, keys: Tensor, values: Tensor) -> None:
         nonlocal following
-        for area in route.steps[step]:
+        for area in route.areas(step, q):
             here, there = _indices(area)
             options = {"ids": route.documents(area, step), "kernel": route.kernel}
             given = gradient[here], q[here], keys[there], values[there], out[here], lse[here]
