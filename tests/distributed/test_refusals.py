@@ -54,7 +54,7 @@ def _differing(sizes: dict[str, int], match: str, **second: object) -> Case:
 
 
 LAYING_OUT = {
-    "heads by tp": Case({"tp": 2}, r"is 3, which tp 2 must", {"heads": 3, "kv_heads": 3, "dim": 24}),
+    "heads by tp": Case({"tp": 2}, "is 3, which tp 2 must", {"heads": 3, "kv_heads": 3, "dim": 24}),
     "key and value heads by tp": Case({"tp": 2}, r"is 1, which tp 2 must", {"kv_heads": 1}),
     "feed-forward by tp": Case(
         {"tp": 2}, r"49, which tp 2 must divide.*48 and 50", {"ffn_dim": 49}

@@ -105,11 +105,6 @@ PLACED = {
 }
 CASES: dict[str, tuple[Any, Any, int]] = {
     "tied": (Foreign, MATRICES, 2),
-    "a later pattern counts": (
-        Foreign,
-        {"*.norm": "replicate", "*.*": "replicate", **MATRICES},
-        2,
-    ),
     "torch's own style": (Foreign, {**MATRICES, "*.up": ColwiseParallel()}, 2),
     "only a matrix": (Foreign, {"body.1.up": "colwise", "body.1.down": "rowwise"}, 2),
     "positions": (Placed, PLACED, 2),
@@ -357,7 +352,9 @@ def test_what_shows_only_on_ranks_is_refused():
     run_ranks(_refused, 2)
 
 
-def test_a_shared_layer_has_one_style():
+def test_a_later_pattern_counts_and_a_shared_layer_has_one_style():
+    styles = read_plan(Foreign(), 2, {"*.norm": "heads", "*.*": "replicate", **MATRICES})
+    assert (styles["body.0.norm"], styles["body.0.up"]) == ("replicate", "colwise")
     layer = nn.Linear(4, 4)
     model = nn.ModuleDict({"first": layer, "second": layer})
     assert read_plan(model, 2, {"second": "colwise"}) == {"first": "colwise"}
