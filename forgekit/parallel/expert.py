@@ -233,7 +233,7 @@ class _Exchange:
     sent: list[int]
     received: list[int]
     group: dist.ProcessGroup
-    _under_way: list[Any] = attrs.field(factory=list, init=False)
+    _under_way: tuple[Any, ...] = ()
 
     @torch.compiler.disable()
     def leave(self, rows: Tensor) -> Tensor:
@@ -246,19 +246,19 @@ class _Exchange:
         return _Arrive.apply(arriving, self)
 
     def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Begin an exchange, whose rows must outlive it."""
+        """Begin an exchange."""
         rows = rows.contiguous()
         arrived = rows.new_empty((sum(received), *rows.shape[1:]))
-        send = dist.all_to_all_single
-        work = send(arrived, rows, received, sent, group=self.group, async_op=True)
-        self._under_way = [work, arrived, rows]
+        send = partial(dist.all_to_all_single, group=self.group, async_op=True)
+        # Both must outlive the exchange.
+        self._under_way = send(arrived, rows, received, sent), arrived, rows
         return arrived
 
     def finish(self) -> Tensor:
         """Wait for what was sent; on an accelerator its stream does, not the host."""
         work, arrived, _ = self._under_way
         work.wait()
-        self._under_way = []
+        self._under_way = ()
         return arrived
 
 

@@ -171,6 +171,18 @@ def test_slices_attend_like_whole_sequences(layout, dtype, path):
         assert error <= TOLERANCES[dtype], case
 
 
+@pytest.mark.parametrize(
+    "has_flash", [block_attention.has_flash, _never], ids=["kernel", "product"]
+)
+def test_large_scores_do_not_overflow(has_flash, monkeypatch):
+    monkeypatch.setattr(block_attention, "has_flash", has_flash)
+    q, k, v = (200 * x.transpose(1, 2) for x in draw(4, 4, torch.float32)[:3])
+    out, lse = block_attention.attend_block(q, k, v)
+    assert lse.max() > 1e4
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+
+
 SPEC = fk.TransformerSpec(
     vocab_size=23, dim=32, layers=3, heads=4, kv_heads=2, ffn_dim=24, max_seq_len=POSITIONS
 )

@@ -9,11 +9,11 @@ from covering import first_of
 from lab import (
     SPEC,
     Watch,
-    full_tensors,
     global_batch,
     logits_loss,
     reference_gradients,
     relative_error,
+    step_gradients,
 )
 from ranks import run_again
 from torch.distributed.tensor import DTensor
@@ -57,9 +57,7 @@ def _gradients(rank, world, sizes, sync, options):
     step = fk.make_step(logits_loss, schedule=fk.constant(0.0), sync=sync)
     # The second step meets whatever the first one left gathered.
     state, _ = step(state, [row[rank] for row in global_batch(world, seed=1)])
-    totals = fk.accumulate(state, [row[rank] for row in global_batch(world)], logits_loss)
-    factor = fk.clip(fk.reduce_totals(totals, state)).factor
-    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
+    return step_gradients(state, [row[rank] for row in global_batch(world)], logits_loss)
 
 
 MODES = (("hsdp 2x2", "last"), ("fsdp 4", "every"), ("hsdp 2x2", "hsdp_last"))

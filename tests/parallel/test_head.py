@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lab import Watch, full_tensors, relative_error
+from lab import Watch, reference_gradients, relative_error, step_gradients
 from parallel.test_transformers_models import build
 from ranks import run_again
 from tensordict import TensorDict
@@ -70,57 +70,43 @@ def logits_loss(model: Any, batch: Any) -> fk.Loss:
     return fk.cross_entropy(model(batch["input_ids"]).logits, batch["labels"])
 
 
-def terms(logits: Tensor) -> Tensor:
-    """An entropy, and two that torch computes wrongly, or not at all, on shards."""
-    log_p = logits.log_softmax(-1)
-    each = 0.1 * logits.norm(dim=-1) - 0.1 * (log_p.exp() * log_p).sum(-1)
-    return (each + F.huber_loss(logits, logits.detach().flip(1), reduction="none").mean(-1)).sum()
+def count_of(batch: Any) -> int:
+    return int((batch["labels"] != -100).sum())
+
+
+def plain_loss(model: Any, batch: Any) -> fk.Loss:
+    logits, labels = model(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten()
+    squares = logits.logsumexp(-1).square() * (labels != -100)
+    total = F.cross_entropy(logits, labels, reduction="sum") + 0.1 * squares.sum()
+    return fk.Loss(total, count_of(batch))
 
 
 def mixed_loss(model: Any, batch: Any) -> fk.Loss:
-    logits, labels = model(batch["input_ids"]).logits, batch["labels"]
-    loss, added = fk.cross_entropy(logits, labels), terms(logits)
-    return fk.Loss(loss.sum + added, loss.count, {"added": (added.detach(), loss.count)})
-
-
-def plain_mixed_loss(model: Any, batch: Any) -> Tensor:
+    """With an entropy, and two terms that torch computes wrongly, or not at all, on shards."""
     logits, labels = model(batch["input_ids"]).logits, batch["labels"].flatten()
-    return F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum") + terms(logits)
+    log_p = logits.log_softmax(-1)
+    each = 0.1 * logits.norm(dim=-1) - 0.1 * (log_p.exp() * log_p).sum(-1)
+    each = each + F.huber_loss(logits, logits.detach().flip(1), reduction="none").mean(-1)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+    return fk.Loss(loss + each.sum(), count_of(batch))
 
 
-def plain_loss(model: Any, batch: Any) -> Tensor:
-    logits, labels = model(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten()
-    squares = logits.logsumexp(-1).square() * (labels != -100)
-    return F.cross_entropy(logits, labels, reduction="sum") + 0.1 * squares.sum()
-
-
-def reference(
-    model: nn.Module, batches: list[TensorDict], loss: Callable[..., Tensor] = plain_loss
-) -> tuple[Tensor, dict[str, Tensor]]:
-    targets = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-    total = torch.stack([loss(model, batch) for batch in batches]).sum() / targets
-    total.backward()
-    return total.detach(), full_tensors(model, gradients=True)
+BATCHES = [draw_batch(seed) for seed in range(4)]
 
 
 def gradients_of(
     model: nn.Module, mesh: Any, loss: Callable[..., fk.Loss]
-) -> tuple[Tensor, dict[str, Tensor]]:
+) -> tuple[dict[str, Tensor], Tensor]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     state = fk.TrainState.create(model, torch.optim.SGD(trained), mesh=mesh)
     rank, world = fk.data_ranks(mesh)
-    batches = [draw_batch(seed) for seed in range(4)][rank::world]
-    totals = fk.reduce_totals(fk.accumulate(state, batches, loss), state)
-    factor = fk.clip(totals).factor
-    gradients = {n: g * factor for n, g in full_tensors(model, gradients=True).items()}
-    mean = totals["loss"] / totals["targets"]
-    torch.testing.assert_close(fk.evaluate(state, batches, loss)["loss"], mean)
-    return mean, gradients
+    gradients = step_gradients(state, BATCHES[rank::world], loss)
+    return gradients, fk.evaluate(state, BATCHES[rank::world], loss)["loss"]
 
 
-def check(everyone: list[Any], expected_loss: Tensor, expected: Any, tolerance: float) -> None:
-    names = set()
-    for loss, gradients in everyone:
+def check(everyone: list[Any], reference: Any, tolerance: float) -> None:
+    names, (expected, expected_loss) = set(), reference
+    for gradients, loss in everyone:
         names |= gradients.keys()
         torch.testing.assert_close(loss, expected_loss, rtol=tolerance, atol=0)
         assert relative_error(gradients, {n: expected[n] for n in gradients}) < tolerance
@@ -149,23 +135,22 @@ def _with_head(rank: int, world: int, kinds: list[str], layout: str) -> dict[str
 def test_a_foreign_model_with_a_head_has_the_gradients_of_one_process(layout, kinds):
     everyone = run_again(_with_head, math.prod(LAYOUTS[layout].values()), kinds, layout)
     for kind in kinds:
-        expected = reference(build_kind(kind), [draw_batch(seed) for seed in range(4)])
-        check([found[kind] for found in everyone], *expected, TOLERANCE.get(kind, 1e-10))
+        reference = reference_gradients(build_kind(kind), [BATCHES], plain_loss)
+        check([found[kind] for found in everyone], reference, TOLERANCE.get(kind, 1e-10))
 
 
 # Whole logits under tensor parallelism
 
 
-def _mixed(rank: int, world: int, layout: str) -> tuple[Tensor, dict[str, Tensor]]:
+def _mixed(rank: int, world: int, layout: str) -> tuple[dict[str, Tensor], Tensor]:
     mesh = fk.build_mesh(fk.MeshSpec(**LAYOUTS[layout]), device="cpu")
     return gradients_of(fk.parallelize(build_kind("plain"), mesh), mesh, mixed_loss)
 
 
 @pytest.mark.parametrize("layout", ["tp2", pytest.param("fsdp2-tp2", marks=pytest.mark.oracle)])
 def test_terms_on_logits_that_ranks_share_have_the_gradient_of_one_process(layout):
-    batches = [draw_batch(seed) for seed in range(4)]
-    expected = reference(build_kind("plain"), batches, plain_mixed_loss)
-    check(run_again(_mixed, math.prod(LAYOUTS[layout].values()), layout), *expected, 1e-10)
+    reference = reference_gradients(build_kind("plain"), [BATCHES], mixed_loss)
+    check(run_again(_mixed, math.prod(LAYOUTS[layout].values()), layout), reference, 1e-10)
 
 
 def _largest(rank: int, world: int) -> dict[str, int]:

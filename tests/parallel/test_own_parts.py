@@ -7,11 +7,11 @@ import pytest
 import torch
 from lab import (
     SPEC,
-    full_tensors,
     global_batch,
     logits_loss,
     reference_gradients,
     relative_error,
+    step_gradients,
 )
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
@@ -40,18 +40,12 @@ def _even(batch):
     return type(batch)({"input_ids": ids, "labels": labels}, batch.batch_size)
 
 
-def _gradients(model, mesh, batches, loss_fn):
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
-    factor = fk.clip(totals).factor
-    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
-
-
 def _on_a_small_mesh(rank, world, sizes):
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = fk.parallelize(fk.Transformer(EVEN).double(), mesh)
     at, count = fk.data_ranks(mesh)
-    return _gradients(model, mesh, [_even(row[at]) for row in global_batch(count)], logits_loss)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    return step_gradients(state, [_even(row[at]) for row in global_batch(count)], logits_loss)
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -116,7 +110,8 @@ def _rows(rank, world):
 def _used_twice(rank, world):
     mesh = fk.build_mesh(device="cpu")
     model = fk.parallelize(_Shared("a block").double(), mesh)
-    return _gradients(model, mesh, [_rows(rank, world)] * 2, _square_loss)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    return step_gradients(state, [_rows(rank, world)] * 2, _square_loss)
 
 
 def test_a_whole_block_that_is_used_twice_is_exact():

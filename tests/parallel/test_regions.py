@@ -13,7 +13,14 @@ import torch
 import torch.nn.functional as F
 from covering import first_of, some_of
 from flash_kernels import flash_kernels
-from lab import SPEC, full_tensors, logits_loss, relative_error
+from lab import (
+    SPEC,
+    full_tensors,
+    logits_loss,
+    reference_gradients,
+    relative_error,
+    step_gradients,
+)
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -96,10 +103,6 @@ FEED: dict[str, Any] = {
 }
 
 
-def loss_fn(model: Any, batch: Any) -> fk.Loss:
-    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
-
-
 def draw_batch(seed: int) -> TensorDict:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, VOCAB, (2, POSITIONS), generator=generator)
@@ -109,14 +112,9 @@ def draw_batch(seed: int) -> TensorDict:
 
 
 def reference(kind: str, rows: int) -> dict[str, Tensor]:
-    model, targets = Model(kind).double(), 0
-    for seed in range(2 * rows):
-        batch = draw_batch(seed)
-        logits, labels = model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten()
-        targets += int((labels != -100).sum())
-        F.cross_entropy(logits, labels, reduction="sum").backward()
-    named = model.named_parameters()
-    return {n: (torch.zeros_like(p) if p.grad is None else p.grad) / targets for n, p in named}
+    model = Model(kind)
+    gradients, _ = reference_gradients(model, [[draw_batch(seed) for seed in range(2 * rows)]])
+    return {n: gradients.get(n, torch.zeros_like(p)) for n, p in model.named_parameters()}
 
 
 def started(layout: dict[str, int], kind: str, plan: Any, backend: Any = None) -> Any:
@@ -130,14 +128,8 @@ def started(layout: dict[str, int], kind: str, plan: Any, backend: Any = None) -
     return state, [draw_batch(micro * rows + row) for micro in range(2)]
 
 
-def gradients_of(state: fk.TrainState, batches: list[TensorDict], **options: Any) -> Any:
-    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn, **options), state)
-    factor = fk.clip(totals).factor
-    return {n: g * factor for n, g in full_tensors(state.model, gradients=True).items()}
-
-
 def _gradients(rank, world, layout, kind, plan):
-    return gradients_of(*started(layout, kind, plan))
+    return step_gradients(*started(layout, kind, plan), logits_loss)
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -191,9 +183,9 @@ FORGOTTEN = {
 
 def _refused(rank, world, layout, kind, plan):
     state, batches = started(layout, kind, plan)
-    wrong = None if "pp" in layout else gradients_of(state, batches, audit=False)
+    wrong = None if "pp" in layout else step_gradients(state, batches, logits_loss, audit=False)
     before = full_tensors(state.model)
-    step = fk.make_step(loss_fn, schedule=fk.constant(0.1))
+    step = fk.make_step(logits_loss, schedule=fk.constant(0.1))
     with pytest.raises(ValueError, match=r"^tensor parallelism \(tp 2\): ") as caught:
         step(state, batches)
     assert all(torch.equal(value, before[n]) for n, value in full_tensors(state.model).items())
@@ -227,7 +219,7 @@ def _compiled(rank, world, kind, plan):
         calls.append(graph)
         return graph.forward
 
-    gradients = gradients_of(*started({"tp": 2}, kind, plan, backend))
+    gradients = step_gradients(*started({"tp": 2}, kind, plan, backend), logits_loss)
     assert calls
     return gradients
 
@@ -280,7 +272,7 @@ def _handed(rank, world, options):
     for audit in (True, False):
         model = fk.parallelize(Handing(), mesh, plan=plan, **options)
         state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-        fk.accumulate(state, [draw_batch(0), draw_batch(1)], loss_fn, audit=audit)
+        fk.accumulate(state, [draw_batch(0), draw_batch(1)], logits_loss, audit=audit)
         buffers = {name: b.clone() for name, b in model.named_buffers()}
         generator = {"generator": torch.get_rng_state()}
         left.append({**full_tensors(model, gradients=True), **buffers, **generator})
@@ -313,9 +305,9 @@ def _edges(rank, world):
     model = fk.parallelize(model, mesh, plan=FEED)
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
     with pytest.raises(ValueError, match=r"the gradient of 'layers\.0\.act\.weight' differs"):
-        fk.accumulate(state, [draw_batch(0)], loss_fn)
+        fk.accumulate(state, [draw_batch(0)], logits_loss)
     # Dropout that evaluation does not end passes: all tensor-parallel ranks draw it alike.
-    gradients_of(*started({"tp": 2}, "noisy", FEED))
+    step_gradients(*started({"tp": 2}, "noisy", FEED), logits_loss)
 
 
 def test_weights_of_zero_hide_nothing_and_noise_is_no_difference():

@@ -105,11 +105,6 @@ PLACED = {
 }
 CASES: dict[str, tuple[Any, Any, int]] = {
     "tied": (Foreign, MATRICES, 2),
-    "a later pattern counts": (
-        Foreign,
-        {"*.norm": "replicate", "*.*": "replicate", **MATRICES},
-        2,
-    ),
     "torch's own style": (Foreign, {**MATRICES, "*.up": ColwiseParallel()}, 2),
     "only a matrix": (Foreign, {"body.1.up": "colwise", "body.1.down": "rowwise"}, 2),
     "positions": (Placed, PLACED, 2),
@@ -240,21 +235,22 @@ def test_pruned_models_rows_of_embeddings_and_dropout_masks():
     run_again(_details, 2)
 
 
-def _compiled(rank, world):
+def _compiled(rank, world, backend):
     model = sharded(filled(transformer), world)
     torch._dynamo.utils.counters.clear()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
         warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
         for layer in model.layers:
-            layer.compile(backend="aot_eager", fullgraph=True)
+            layer.compile(backend=backend, fullgraph=True)
         result = gradients(model, by_head)
     return *result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_blocks_compile_into_whole_graphs():
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.oracle)])
+def test_blocks_compile_into_whole_graphs(backend):
     _, expected = gradients(filled(transformer), by_torch)
-    for _, found, graphs in run_again(_compiled, 2, timeout_s=150):
+    for _, found, graphs in run_again(_compiled, 2, backend, timeout_s=150):
         assert graphs >= 1
         assert relative_error(found, expected) < 1e-10
 
@@ -356,7 +352,9 @@ def test_what_shows_only_on_ranks_is_refused():
     run_ranks(_refused, 2)
 
 
-def test_a_shared_layer_has_one_style():
+def test_a_later_pattern_counts_and_a_shared_layer_has_one_style():
+    styles = read_plan(Foreign(), 2, {"*.norm": "heads", "*.*": "replicate", **MATRICES})
+    assert (styles["body.0.norm"], styles["body.0.up"]) == ("replicate", "colwise")
     layer = nn.Linear(4, 4)
     model = nn.ModuleDict({"first": layer, "second": layer})
     assert read_plan(model, 2, {"second": "colwise"}) == {"first": "colwise"}

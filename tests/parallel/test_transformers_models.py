@@ -7,8 +7,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import some_of
-from lab import full, full_tensors, relative_error
+from covering import first_of
+from lab import full_tensors, reference_gradients, relative_error, step_gradients
 from ranks import run_ranks
 from run.huggingface_models import MODELS, MORE, SIZES, save_model, some_ids
 from safetensors.torch import load_file
@@ -162,56 +162,49 @@ def their_loss(model, batch):
     return fk.Loss(output.loss * count, count)
 
 
-def _with_their_loss(rank, world, layout):
-    mesh = fk.build_mesh(fk.MeshSpec(**LAYOUTS[layout]), device="cpu")
-    data_rank, data_world = fk.data_ranks(mesh)
-    model = fk.parallelize(build("Llama llama3", "meta"), mesh)
-    state, losses = train(model, mesh, data_rank, data_world, their_loss)
-    return full_tensors(state.model), losses
-
-
-@pytest.mark.parametrize("layout", some_of(["fsdp2", "tp2"], "fsdp2"))
-def test_a_loss_that_the_model_computes_is_exact_times_its_count(layout):
-    model = build("Llama llama3", "cpu")
-    fk.init_weights(model, 0)
-    expected, losses = train_plainly(model)
-    for found, own in run_ranks(_with_their_loss, 2, layout):
-        assert own == pytest.approx(losses, rel=1e-6)
-        assert relative_error(found, expected) < 1e-6
-
-
 def balanced_loss(model, batch):
     output = model(batch["input_ids"], output_router_logits=True)
     return fk.cross_entropy(output.logits, batch["labels"]).with_mean(output.aux_loss, 0.5)
 
 
-def _balanced(rank, world, base):
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
-    model = fk.parallelize(build("Mixtral", "meta"), mesh)
-    fk.load_huggingface(model, base)
+def plain_loss(model, batch):
+    """The balance term is a mean over micro-batches, by their targets."""
+    labels, is_balanced = batch["labels"].flatten(), hasattr(model.config, "num_local_experts")
+    output = model(batch["input_ids"], **({"output_router_logits": True} if is_balanced else {}))
+    count = int((labels != -100).sum())
+    total = F.cross_entropy(output.logits.flatten(0, 1), labels, reduction="sum")
+    return fk.Loss(total + (0.5 * count * output.aux_loss if is_balanced else 0.0), count)
+
+
+LOSSES = {"Llama llama3": their_loss, "Mixtral": balanced_loss}
+
+
+def filled(kind):
+    torch.manual_seed(0)
+    return build(kind, "cpu")
+
+
+def _gradients(rank, world, kind, layout):
+    mesh = fk.build_mesh(fk.MeshSpec(**LAYOUTS[layout]), device="cpu")
+    data_rank, data_world = fk.data_ranks(mesh)
+    model = fk.parallelize(filled(kind), mesh)
     state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
-    mine = [batch.chunk(world)[rank] for batch in micro_batches(0)]
-    totals = fk.reduce_totals(fk.accumulate(state, mine, balanced_loss), state)
-    return {name: full(gradient) for name, gradient in fk.gradients(state, totals).items()}
+    batches = [batch.chunk(data_world)[data_rank] for batch in micro_batches(0)]
+    return step_gradients(state, batches, LOSSES[kind])
 
 
-def test_the_balance_term_of_a_model_is_a_mean_over_micro_batches_by_their_targets(tmp_path):
-    saved = save_model("Mixtral", tmp_path, **EVEN)
-    model = build("Mixtral", "cpu")
-    model.load_state_dict(saved.state_dict())
-    total, count, terms = 0.0, 0, []
-    for batch in (part for whole in micro_batches(0) for part in whole.chunk(2)):
-        output = model(batch["input_ids"], output_router_logits=True)
-        labels = batch["labels"].flatten()
-        targets = int((labels != -100).sum())
-        terms.append(float(output.aux_loss.detach()))
-        total += F.cross_entropy(output.logits.flatten(0, 1), labels, reduction="sum")
-        total += 0.5 * targets * output.aux_loss
-        count += targets
-    (total / count).backward()
-    assert len(set(terms)) == 4
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    for found in run_ranks(_balanced, 2, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    first_of(
+        [("Llama llama3", "tp2"), ("Mixtral", "fsdp2")],
+        [("Llama llama3", "tp2"), ("Llama llama3", "fsdp2"), ("Mixtral", "fsdp2")],
+    ),
+)
+def test_losses_and_terms_of_the_model_itself_are_means_by_their_targets(kind, layout):
+    ranks = LAYOUTS[layout]["dp_shard"]
+    batches = [batch.chunk(ranks) for batch in micro_batches(0)]
+    expected, _ = reference_gradients(filled(kind), batches, plain_loss)
+    for found in run_ranks(_gradients, 2, kind, layout):
         assert relative_error(found, expected) < 1e-6
 
 

@@ -118,30 +118,19 @@ def areas_of_documents(area: Area, queries: Tensor, keys: Tensor) -> list[Area]:
 
 @attrs.frozen(eq=False)
 class Route:
-    """What a rank computes in each step of a round.
+    """What a rank computes in each step of a round; step ``n`` brings the slice ``n`` ranks back.
 
     Attributes:
         rank: This rank.
         size: Ranks in the ring.
         ids: ``[b size*s]`` documents of all slices; None for one document a row.
         kernel: What computes an area.
-        steps: The areas of each step; step ``n`` brings the slice of the rank ``n`` before this.
     """
 
     rank: int
     size: int
     ids: Tensor | None
-    kernel: Kernel
-    steps: list[list[Area]]
-
-    @classmethod
-    def plan(
-        cls, q: Tensor, ids: Tensor | None, *, rank: int, size: int, kernel: Kernel = "sdpa"
-    ) -> Route:
-        """Plan for queries ``[b s h c]``, in the forward and again in the backward pass."""
-        route = cls(rank, size, ids, kernel, [])
-        route.steps.extend(route._areas(step, q) for step in range(size))
-        return route
+    kernel: Kernel = "sdpa"
 
     def documents(self, area: Area, step: int) -> Ids | None:
         """Documents of an area's queries and keys, where they have to be told apart."""
@@ -150,8 +139,9 @@ class Route:
         queries, keys = self._slice(self.ids, 0), self._slice(self.ids, step)
         return queries[area.rows, area.queries], keys[area.rows, area.keys]
 
-    def _areas(self, step: int, q: Tensor) -> list[Area]:
-        rows, positions, heads, _ = q.shape
+    def areas(self, step: int, q: Tensor) -> list[Area]:
+        """The areas of a step, for queries ``[b h s c]``."""
+        rows, heads, positions, _ = q.shape
         seen = areas_seen(self.rank, self._source(step), positions)
         # A flash kernel holds no scores and takes an area whole; a product takes it in blocks.
         holds_scores = self.kernel != "flash" and not has_flash(q)

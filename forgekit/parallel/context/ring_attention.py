@@ -76,7 +76,10 @@ def ring_attention(
     ) -> Tensor:
         # The host plans rectangles, so ids are read from the device once if nobody noted them.
         whole = gather(doc_ids).cpu() if host is None else _by_rank(host, members.size)
-        return torch.ops.forgekit.attend_ring(q, k, v, whole, members.name, "flash")[0]
+        # An operator's tensors are on one device: the host's ids go as runs of equal ones.
+        ids, lengths = whole.flatten().unique_consecutive(return_counts=True)
+        runs = [*ids.tolist(), *lengths.tolist()]
+        return torch.ops.forgekit.attend_ring(q, k, v, None, members.name, "flash", runs)[0]
 
     return attend
 
@@ -90,7 +93,7 @@ def _by_rank(host: Tensor, size: int) -> Tensor:
     "forgekit::attend_ring",
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor? ids, str name, "
-    "str kernel='sdpa') -> (Tensor, Tensor)",
+    "str kernel='sdpa', int[]? runs=None) -> (Tensor, Tensor)",
 )
 def attend_ring(
     q: Tensor,
@@ -99,6 +102,7 @@ def attend_ring(
     ids: Tensor | None,
     name: str,
     kernel: Kernel = "sdpa",
+    runs: list[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend from this rank's positions to those of all members.
 
@@ -106,17 +110,18 @@ def attend_ring(
         q: ``[b s h c]`` queries of a zigzag slice.
         k: ``[b s k c]`` keys.
         v: ``[b s k c]`` values.
-        ids: ``[b size*s]`` documents of all members' slices, on the CPU for the flash kernel;
-            None for one document a row.
+        ids: ``[b size*s]`` documents of all members' slices; None for one document a row.
         name: The members' name.
         kernel: The kernel of the blocks.
+        runs: In place of ``ids``, for the host: ids of the runs of equal ones in all rows, then
+            their lengths.
 
     Returns:
         ``[b s h c]`` output and ``[b h s]`` logarithm of the sum of exponentials, which only the
         backward pass needs.
     """
     members = members_named(name)
-    route = Route.plan(q, ids, rank=members.rank, size=members.size, kernel=kernel)
+    route = _route(members, q, ids, kernel, runs)
     # Summed in float32 or wider, and rounded once at the end.
     out = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
     shape = q.shape[0], q.shape[2], q.shape[1]
@@ -125,7 +130,7 @@ def attend_ring(
     q, k, v, summed = map(_by_head, (_dense(q), k, v, out))
 
     def attend(step: int, keys: Tensor, values: Tensor) -> None:
-        for area in route.steps[step]:
+        for area in route.areas(step, q):
             here, there = _indices(area)
             options = {"ids": route.documents(area, step), "kernel": route.kernel}
             block = attend_block(q[here], keys[there], values[there], offset=area.offset, **options)
@@ -139,7 +144,7 @@ def attend_ring(
     "forgekit::attend_ring_backward",
     mutates_args=(),
     schema="(Tensor gradient, Tensor q, Tensor k, Tensor v, Tensor? ids, Tensor out, Tensor lse, "
-    "str name, str kernel='sdpa') -> (Tensor, Tensor, Tensor)",
+    "str name, str kernel='sdpa', int[]? runs=None) -> (Tensor, Tensor, Tensor)",
 )
 def attend_ring_backward(
     gradient: Tensor,
@@ -151,6 +156,7 @@ def attend_ring_backward(
     lse: Tensor,
     name: str,
     kernel: Kernel = "sdpa",
+    runs: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of this rank's queries, and of its keys and values from all members' queries.
 
@@ -164,12 +170,13 @@ def attend_ring_backward(
         lse: What ``attend_ring`` returned.
         name: The members' name.
         kernel: As for ``attend_ring``.
+        runs: As for ``attend_ring``.
 
     Returns:
         Gradients of ``q``, ``k`` and ``v``, shaped like them.
     """
     members = members_named(name)
-    route = Route.plan(q, ids, rank=members.rank, size=members.size, kernel=kernel)
+    route = _route(members, q, ids, kernel, runs)
     wide_dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     dq, dk, dv = _like(q), _like(k), _like(v)
     gradient, q, out = map(_by_head, (_dense(gradient), _dense(q), out))
@@ -180,7 +187,7 @@ def attend_ring_backward(
 
     def attend_back(step: int, keys: Tensor, values: Tensor) -> None:
         nonlocal following
-        for area in route.steps[step]:
+        for area in route.areas(step, q):
             here, there = _indices(area)
             options = {"ids": route.documents(area, step), "kernel": route.kernel}
             given = gradient[here], q[here], keys[there], values[there], out[here], lse[here]
@@ -195,6 +202,15 @@ def attend_ring_backward(
     for result, whole in zip((dq, dk, dv), (summed, *following.wait()), strict=True):
         _by_head(result).copy_(whole)
     return dq, dk, dv
+
+
+def _route(
+    members: Members, q: Tensor, ids: Tensor | None, kernel: Kernel, runs: list[int] | None
+) -> Route:
+    if runs is not None:
+        values, lengths = torch.tensor(runs, device="cpu").chunk(2)
+        ids = values.repeat_interleave(lengths).unflatten(0, (len(q), -1))
+    return Route(members.rank, members.size, ids, kernel)
 
 
 def _go_round(
@@ -236,7 +252,7 @@ def _remember(ctx: Any, inputs: Any, output: Any) -> None:
 def _back(ctx: Any, gradient: Tensor, _lse: Any) -> tuple[Tensor | None, ...]:
     q, k, v, ids, out, lse = ctx.saved_tensors
     back = torch.ops.forgekit.attend_ring_backward
-    return *back(gradient, q, k, v, ids, out, lse, *ctx.rest), None, None, None
+    return *back(gradient, q, k, v, ids, out, lse, *ctx.rest), None, None, None, None
 
 
 def _like(x: Tensor) -> Tensor:

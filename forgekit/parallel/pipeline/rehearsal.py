@@ -172,20 +172,20 @@ def _check_kept(name: str, part: nn.Module, returned: list[Tensor]) -> None:
     """Raise if a part keeps a differentiable tensor that it does not return."""
     of_torch = vars(nn.Module())
     for module in part.modules():
-        places = {f"its attribute {n!r}": v for n, v in vars(module).items() if n not in of_torch}
+        held = {f"its attribute {n!r}": v for n, v in vars(module).items() if n not in of_torch}
         if inspect.isfunction(forward := type(module).forward):
             read = inspect.getclosurevars(forward)
-            places |= {
+            held |= {
                 f"the variable {n!r}": v
                 for n, v in (*read.globals.items(), *read.nonlocals.items())
                 if isinstance(v, list | dict | set | tuple)
             }
-        for place, value in places.items():
+        for where, value in held.items():
             for tensor in _contents(value):
                 if tensor.grad_fn is not None and not any(tensor is other for other in returned):
                     raise ValueError(
                         f"{name} keeps a differentiable tensor of shape {tuple(tensor.shape)} in "
-                        f"{place}, which other pipeline stages would not see. {RETURN_IT}"
+                        f"{where}, which other pipeline stages would not see. {RETURN_IT}"
                     )
 
 
@@ -202,9 +202,9 @@ def _restored(module: nn.Module, shared: Collection[nn.Module]) -> Iterator[None
     ]
     try:
         yield
-        for buffers, _, each in before if shared else ():
+        for buffers, _, each in [entry for entry in before if entry[2] in shared]:
             changed = [n for n, (b, was) in buffers.items() if not _same(each._buffers[n], was)]
-            if changed and each in shared:
+            if changed:
                 raise ValueError(
                     f"forward changes the buffer {changed[0]!r} of {type(each).__name__}, "
                     "which each pipeline stage has and would change on its own. Move it into a "

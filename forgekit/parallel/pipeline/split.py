@@ -96,7 +96,19 @@ def split_model(model: nn.Module, blocks: str, stages: int, mine: Sequence[int])
     holders = {part.name: part.stage for part in parts if part.stage is not None}
     block_names = [part.name for part in parts if part.parent is path[-1]]
     last_blocks = [block_names[end - 1] for end in bounds[1:]]
-    held = [_copy(above, parts, stage, copies, holders, last_blocks) for stage in mine]
+    held = []
+    for number in mine:
+        twins = {module: _shallow(module) for module in above}
+        for module, twin in twins.items():
+            twin._modules.update({n: twins[m] for n, m in _children(module) if m in twins})
+        copies += twins.items()
+        its_parts = {part.name: part.module for part in parts if part.stage == number}
+        stage = Stage(number, twins[model], its_parts, holders, last_blocks)
+        for part in parts:
+            if part.stage not in (None, number):
+                twins[part.parent]._modules[part.child] = Absent(part.module, part.name, stage)
+        held.append(stage)
+    # The model itself keeps the parts of this rank's stages.
     for part in parts:
         if part.stage not in (None, *mine):
             part.parent._modules[part.child] = Absent(part.module, part.name)
@@ -192,27 +204,6 @@ def _owners(
         for held in held_by(part.module):
             owners.setdefault(held, set()).add(part.stage)
     return owners
-
-
-def _copy(
-    above: list[nn.Module],
-    parts: list[_Part],
-    number: int,
-    copies: list[tuple[nn.Module, nn.Module]],
-    holders: dict[str, int],
-    last_blocks: list[str],
-) -> Stage:
-    """Copy the modules above the parts, with the parts of one stage in them."""
-    twins = {module: _shallow(module) for module in above}
-    for module, twin in twins.items():
-        twin._modules.update({n: twins[m] for n, m in _children(module) if m in twins})
-    held = {part.name: part.module for part in parts if part.stage == number}
-    stage = Stage(number, twins[above[0]], held, holders, last_blocks)
-    for part in parts:
-        if part.stage not in (None, number):
-            twins[part.parent]._modules[part.child] = Absent(part.module, part.name, stage)
-    copies.extend(twins.items())
-    return stage
 
 
 def _shallow(module: nn.Module) -> nn.Module:

@@ -107,8 +107,8 @@ class Stages:
         self._split = split_model(model, blocks, self.count, self.mine)
         self._stages = dict(zip(self.mine, self._split.stages, strict=True))
         self.modules = [stage.module for stage in self._split.stages]
-        self._all_known: dict[Hashable, Forms] = {}
-        self._known = Forms((), {})
+        self._rehearsed: dict[Hashable, Forms] = {}
+        self._forms = Forms((), {})
         self._built: OrderedDict[Any, Any] = OrderedDict()
         self._is_broken = False
         shown = f"the pipeline stages {self.mine} of {self.count} of {type(model).__name__}"
@@ -187,8 +187,8 @@ class Stages:
 
     def knows(self, kind: Hashable, shape: Sequence[int]) -> bool:
         """Say whether a kind of call was rehearsed, and use what was learned from it."""
-        rehearsed = self._all_known.get((kind, None)) or self._all_known.get((kind, tuple(shape)))
-        self._known = rehearsed or self._known
+        rehearsed = self._rehearsed.get((kind, None)) or self._rehearsed.get((kind, tuple(shape)))
+        self._forms = rehearsed or self._forms
         return rehearsed is not None
 
     def rehearse(
@@ -215,7 +215,7 @@ class Stages:
         forms: dict[str, Any] = {}
         proofs = []
         for stage in range(self.count):
-            self._known = Forms(tuple(shape), forms)
+            self._forms = Forms(tuple(shape), forms)
             report: list[Any] = [None]
             error: Exception | None = None
             if stage in self.mine:
@@ -234,11 +234,11 @@ class Stages:
             proofs.append(report[0][1])
         # NCCL wants a group's first batch of sends to come from all of its ranks.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self._group)
-        self._known = Forms(tuple(shape), forms)
+        self._forms = Forms(tuple(shape), forms)
         if all(proofs):
             crossing = [leaf for stage in range(self.count - 1) for leaf in self.passed(stage)]
             holds_for_all = all(_has_positions(leaf, shape) for leaf in crossing)
-            self._all_known[kind, None if holds_for_all else tuple(shape)] = self._known
+            self._rehearsed[kind, None if holds_for_all else tuple(shape)] = self._forms
 
     def _drawn(self, stage: int, shape: Sequence[int]) -> tuple[Tensor, ...]:
         """Numbers for what a stage receives, alike on all ranks, as they arrive in a step."""
@@ -249,8 +249,8 @@ class Stages:
 
     def passed(self, stage: int, shape: Sequence[int] | None = None) -> list[Leaf]:
         """What a stage sends for a micro-batch of ``[b s]``, by default the rehearsed one's."""
-        part, shape = self._split.last_blocks[stage], self._known.shape if shape is None else shape
-        return tensors_of(self._known.at(part, shape), Leaf)
+        part, shape = self._split.last_blocks[stage], self._forms.shape if shape is None else shape
+        return tensors_of(self._forms.at(part, shape), Leaf)
 
     def forward(
         self,
@@ -278,11 +278,11 @@ class Stages:
             ValueError: If they are not what the next stage is waiting for.
         """
         make = partial(poison, device=self.device) if stand_in is None else stand_in
-        out = self._stages[stage].run(call, Run(self._known, shape, received, make, arrive))
+        out = self._stages[stage].run(call, Run(self._forms, shape, received, make, arrive))
         if stage == self.count - 1:
             return out
         block = self._split.last_blocks[stage]
-        if stand_in is None and (due := self._known.at(block, shape)) != form_of(out):
+        if stand_in is None and (due := self._forms.at(block, shape)) != form_of(out):
             raise ValueError(
                 f"{block} in stage {stage} returned {form_of(out)} for a micro-batch of "
                 f"{tuple(shape)}; the next stage awaits {due}, as in the first one: [rows "
@@ -395,21 +395,15 @@ class Stages:
 
     def _find(self, micro_batches: int, shape: Sequence[int]) -> tuple[Any, list[Any]]:
         """Build a schedule, or take one that was built for the same numbers."""
-        from forgekit.parallel.pipeline.torch_stage import build_stage
+        from forgekit.parallel.pipeline.torch_stage import TorchStage
 
         # Torch allocates receive buffers for a number of micro-batches and one shape.
         passed = tuple(tuple(self.passed(stage, shape)) for stage in range(self.count - 1))
         key = micro_batches, passed
         if key not in self._built:
+            where = passed, self.device, self._group
             stages = [
-                build_stage(
-                    module,
-                    number,
-                    passed,
-                    self.device,
-                    self._group,
-                    splits_backward=self._splits_backward,
-                )
+                TorchStage(module, number, *where, splits_backward=self._splits_backward)
                 for number, module in zip(self.mine, self.modules, strict=True)
             ]
             given = stages[0] if stages_per_rank(self._schedule) == 1 else stages

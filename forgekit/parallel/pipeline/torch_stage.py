@@ -32,12 +32,45 @@ class TorchStage(PipelineStage):
     ``errors`` holds the first exception of this rank in a step, for all of its stages. After it
     nothing is computed on this rank any more, and NaN is sent: ranks that wait for a message, or in
     a collective of FSDP's, come to the end of the schedule, where all of them learn of it.
+
+    Args:
+        module: The stage's part of the model.
+        number: Its number.
+        passed: What each stage but the last sends.
+        device: Where it computes.
+        group: The ranks of the pipeline.
+        splits_backward: Whether gradients of weights are found apart from those of inputs.
     """
 
     compute: Compute
     errors: list[Exception]
     reduces: bool
-    leaves: Sequence[Leaf]
+
+    def __init__(
+        self,
+        module: nn.Module,
+        number: int,
+        passed: Sequence[Sequence[Leaf]],
+        device: torch.device,
+        group: dist.ProcessGroup,
+        *,
+        splits_backward: bool,
+    ) -> None:
+        edges = [EDGE, *passed, EDGE]
+        self.leaves = edges[number + 1]
+        super().__init__(
+            module,
+            number,
+            len(passed) + 1,
+            device,
+            input_args=_examples(edges[number]),
+            output_args=_examples(self.leaves),
+            group=group,
+            # What it runs for the gradients of weights, where they came along with the inputs'.
+            dw_builder=None if splits_backward else lambda: lambda: None,
+        )
+        # Torch's own check, under TORCH_DISTRIBUTED_DEBUG=DETAIL, would miss the first's input.
+        self._runtime_validate = False
 
     def forward_maybe_with_nosync(self, *args: Any, micro_batch: int) -> Any:
         """Compute; torch gives what was received, if the stage is not the first."""
@@ -82,50 +115,12 @@ class TorchStage(PipelineStage):
                 module.unshard()  # in the order of a forward: other pipelines gather there
         slopes = [x.sum() * torch.nan for x in received if _has_slope(x)]
         root = sum(slopes, torch.full((), torch.nan, device=self.device, requires_grad=True))
-        leaves = EDGE if self.is_last else self.leaves
         return tuple(
             root.to(leaf.dtype).expand(leaf.shape).clone()
             if leaf.dtype.is_floating_point
             else torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device)
-            for leaf in leaves
+            for leaf in self.leaves
         )
-
-
-def build_stage(
-    module: nn.Module,
-    number: int,
-    passed: Sequence[Sequence[Leaf]],
-    device: torch.device,
-    group: dist.ProcessGroup,
-    *,
-    splits_backward: bool,
-) -> TorchStage:
-    """Build torch's stage.
-
-    Args:
-        module: The stage's part of the model.
-        number: Its number.
-        passed: What each stage but the last sends.
-        device: Where it computes.
-        group: The ranks of the pipeline.
-        splits_backward: Whether gradients of weights are found apart from those of inputs.
-    """
-    count = len(passed) + 1
-    stage = TorchStage(
-        module,
-        number,
-        count,
-        device,
-        input_args=_examples(passed[number - 1] if number else EDGE),
-        output_args=_examples(passed[number] if number < count - 1 else EDGE),
-        group=group,
-        # What it runs for the gradients of weights, where they came along with the inputs'.
-        dw_builder=None if splits_backward else lambda: lambda: None,
-    )
-    stage.leaves = passed[number] if number < count - 1 else ()
-    # Torch's own check, under TORCH_DISTRIBUTED_DEBUG=DETAIL, would miss the first's input.
-    stage._runtime_validate = False
-    return stage
 
 
 def arrived(buffer: Tensor) -> Tensor:

@@ -76,24 +76,17 @@ def apply_rowwise(module: nn.Linear, mesh: DeviceMesh, output: Placement) -> Non
     wrap_forward(module, partial(_project_in, module, mesh, output))
 
 
-def apply_heads(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let a norm of a head, or an activation with one weight, work on this rank's part, in place.
-
-    Its parameters are the same on all ranks and their gradient the sum of theirs.
-    """
-    _distribute(module, mesh, Replicate())
-    wrap_forward(module, partial(with_local_parameters, [module], Partial()))
-
-
-def apply_channels(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard a module's own parameters like the channels or heads that they multiply, in place.
+def apply_part(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Let a module work on this rank's channels or heads, in place; it treats each by itself.
 
     Args:
-        module: Treats each channel, or head, by itself; its parameters' first dimension is theirs.
-        mesh: The ranks, a mesh of one dimension whose size divides that dimension.
+        module: A norm of a head, an activation with one weight, a factor for each channel.
+        mesh: The ranks, a mesh of one dimension.
+        placement: Of its own parameters: ``Shard(0)``, like the channels or heads that they
+            multiply, or ``EVERYWHERE``, with the sum of the ranks' gradients.
     """
-    _distribute(module, mesh, Shard(0))
-    wrap_forward(module, partial(with_local_parameters, [module], Shard(0)))
+    _distribute(module, mesh, placement)
+    wrap_forward(module, partial(with_local_parameters, [module], None))
 
 
 def apply_routed(module: Any, mesh: DeviceMesh, output: Placement) -> None:

@@ -37,7 +37,7 @@ from typing import Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from forgekit.parallel.tensor.plan import GROUPED, ROUTED, Style
@@ -45,11 +45,10 @@ from forgekit.parallel.tensor.styles import (
     EVERYWHERE,
     POSITIONS,
     apply_alike,
-    apply_channels,
     apply_colwise,
     apply_embedding,
     apply_grouped,
-    apply_heads,
+    apply_part,
     apply_routed,
     apply_rowwise,
     apply_sequence,
@@ -98,8 +97,8 @@ def apply_plan(
         "rowwise": partial(apply_rowwise, output=output),
         "embedding": partial(apply_embedding, output=output),
         "sequence": apply_sequence,
-        "heads": apply_heads,
-        "channels": apply_channels,
+        "heads": partial(apply_part, placement=EVERYWHERE),
+        "channels": partial(apply_part, placement=Shard(0)),
         ROUTED: partial(apply_routed, output=output),
         GROUPED: apply_grouped,
         "replicate": apply_alike,
