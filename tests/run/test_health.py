@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import forgekit as fk
 from forgekit.run.health import LEAST_S, Health
-from forgekit.run.rendezvous import HangError, barrier
+from forgekit.run.rendezvous import HangError, RankStore, barrier
 
 LONG_S = 40
 """Time-out of the groups before the first step: a test that waits for it has failed."""
@@ -361,6 +363,24 @@ def test_a_barrier_names_who_is_missing_and_where_it_was_last(absent):
         f"barrier 'loaded': rank {absent} did not come within 1 s; "
         f"rank {absent} was last at 'built'."
     )
+
+
+def test_a_signal_is_heard_while_ranks_are_waited_for():
+    def stop(*_):
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+    try:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(InterruptedError):
+            RankStore(store, 0, (0, 1)).gather("meeting", "here", None, 10)
+        assert time.monotonic() - began < 5
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 # One process
