@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,12 @@ class Agents:
 
     def lose(self, job: Job, *, with_workers: bool) -> float:
         """Kill an agent, as a machine is lost, or alone; the time of it."""
+        if (code := job.process.poll()) is not None:
+            raise AssertionError(f"an agent has ended by itself ({code}):\n{job.output[-5000:]}")
         members = job.members() if with_workers else [job.process.pid]
         for pid in members:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # a rank that ends just now
+                os.kill(pid, signal.SIGKILL)
         job.process.wait()
         return time.time()
 

@@ -9,13 +9,11 @@ went on from the same one, no machine was lost: the program is at fault, and the
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from datetime import timedelta
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -55,19 +53,15 @@ class Attempt:
     """One start of a run.
 
     Attributes:
-        agents: The processes that restart its workers, ``host/pid@start``; none if nobody does.
+        facts: What events of ``history.jsonl`` say of it: as ``agents`` the processes that restart
+            its workers, ``host/pid@start``; nothing if nobody does.
         has_run: Whether the run has taken steps that one of them started.
         store: Where its ranks met, with the reason of the first that failed.
     """
 
-    agents: tuple[str, ...] = ()
+    facts: Mapping[str, Any] = attrs.field(factory=dict)
     has_run: bool = False
     store: Any = None
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What events of ``history.jsonl`` say of it."""
-        return {"agents": list(self.agents)} if self.agents else {}
 
     def first_failure(self, reason: str = "") -> str:
         """Say why this rank fails, if it has a reason of its own; the first one that a rank gave.
@@ -103,37 +97,30 @@ def hold_run(
         with held_run(folder, url, is_writer=is_writer) as mirror:
             yield Attempt(), mirror
         return
-    out = url or folder
-    store = dist.PrefixStore(f"forgekit/{out}", _connect())
-    rank, world, _ = identity(os.environ)
-    store.set(f"agent/{rank}", _agent())
-    if not is_writer:
-        problem, agents, has_run = json.loads(_wait(store, "answer", LATE_S + HELD_S))
-        store.set(f"read/{rank}", "")
-        if problem:
-            raise RepeatedFailureError(problem)
-        yield Attempt(tuple(agents), has_run, store), None
-        return
-    agents = sorted({_wait(store, f"agent/{each}", LATE_S) for each in range(world)})
+    out, (rank, world, _) = url or folder, identity(os.environ)
+    ranks = RankStore(dist.PrefixStore(f"forgekit/{out}", _connect()), rank, tuple(range(world)))
+    agents = sorted({*ranks.gather("agents", "the start", _agent(), LATE_S).values()})
+    mirror, events, problem = None, [], None
     with ExitStack() as stack:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            _ask_for(out, os.environ["TORCHELASTIC_RUN_ID"])
-            held = held_run(folder, url, is_writer=True, patience_s=HELD_S)
-            mirror = stack.enter_context(held)
-            _ask_for(out, "")
-            events = _history(folder)
-            check_progress(out, folder, events, agents)
+            if is_writer:
+                folder.mkdir(parents=True, exist_ok=True)
+                _ask_for(out, os.environ["TORCHELASTIC_RUN_ID"])
+                held = held_run(folder, url, is_writer=True, patience_s=HELD_S)
+                mirror = stack.enter_context(held)
+                _ask_for(out, "")
+                events = _history(folder)
+                check_progress(out, folder, events, agents)
         except (RunLockedError, RepeatedFailureError, OSError) as error:
-            store.set("answer", json.dumps([str(error), [], False]))
-            with suppress(HangError):  # the store ends with this process
-                for each in range(1, world):
-                    _wait(store, f"read/{each}", REASONS_S)
-            raise
+            problem = error
         starts = [event.get("agents", ()) for event in events if event.get("event") == "started"]
-        has_run = any({*agents} & {*before} for before in starts)
-        store.set("answer", json.dumps(["", agents, has_run]))
-        yield Attempt(tuple(agents), has_run, store), mirror
+        found = [problem and str(problem), any({*agents} & {*before} for before in starts)]
+        said, has_run = ranks.gather("held", "the run directory", found, LATE_S + HELD_S)[0]
+        if said:
+            with suppress(Exception):  # until all have read it: the store ends with rank 0
+                ranks.gather("read", "the run directory", None, REASONS_S)
+            raise problem or RepeatedFailureError(said)
+        yield Attempt({"agents": agents}, has_run, ranks.store), mirror
 
 
 def check_connections() -> None:
@@ -201,13 +188,8 @@ def _connect() -> dist.TCPStore:
         if time.monotonic() > deadline:
             raise HangError(f"rank 0 did not come within {LATE_S:g} s: a machine may be lost.")
         time.sleep(0.05)
-    return dist.TCPStore(
-        *address,
-        is_master=rank == 0,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=LATE_S),
-        multi_tenant=True,  # init_process_group makes the same one
-    )
+    # init_process_group makes the same one
+    return dist.TCPStore(*address, is_master=rank == 0, wait_for_workers=False, multi_tenant=True)
 
 
 def _agent() -> str:
@@ -218,16 +200,6 @@ def _agent() -> str:
     pid = os.getppid()
     _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     return f"{socket.gethostname()}/{pid}@{fields.split()[19]}"
-
-
-def _wait(store: dist.Store, key: str, timeout_s: float) -> str:
-    """Read a key when it is there; in short waits, because no signal is handled in one."""
-    deadline = time.monotonic() + timeout_s
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise HangError(f"{key} did not come within {timeout_s:g} s: a machine may be lost.")
-        time.sleep(0.05)
-    return store.get(key).decode()
 
 
 def check_progress(

@@ -7,13 +7,16 @@ not there: each rank keeps one line in the store that says where it is.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Self
 
 import attrs
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+LONGEST_PAUSE_S = 0.05
+"""Between two looks at who has come."""
 
 
 class HangError(RuntimeError):
@@ -94,9 +97,7 @@ class RankStore:
         # The first rank reads all and writes one: a thousand ranks need some thousand messages.
         problem, values = "", []
         awaited = [*keys.values()] if self.is_first else [result]
-        try:
-            self.store.wait(awaited, timedelta(seconds=timeout_s))
-        except RuntimeError:
+        if not self._come(awaited, timeout_s):
             missing = [r for r, key in keys.items() if not self.store.check([key])]
             missing = missing or [self.members[0]]  # all have come, and the first one is gone
             problem = (
@@ -116,6 +117,16 @@ class RankStore:
             for name in (*self.members, "all"):
                 self.store.delete_key(f"{kind}/{number - 1}/{name}")
         return dict(zip(self.members, values, strict=True))
+
+    def _come(self, keys: Sequence[str], timeout_s: float) -> bool:
+        """Look until keys are there, and say whether they are: the store's wait hears no signal."""
+        deadline, pause = time.monotonic() + timeout_s, 0.001
+        while not self.store.check(keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_S)
+        return True
 
     def write(self, line: str) -> None:
         """Write where this rank is."""

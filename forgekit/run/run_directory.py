@@ -196,7 +196,7 @@ class Run:
         if self._log is not None and time.monotonic() - self._noted >= STATUS_EVERY_S:
             with suppress(OSError):  # a full disk: the next row of metrics says so
                 self._note(state, "running")
-            if self._stop is not None and self.attempt.agents and is_wanted(self.url or self.out):
+            if self._stop is not None and self.attempt.facts and is_wanted(self.url or self.out):
                 self._stop.request(WANTED)
         if self._mirror is not None:
             self._mirror.lease.check_known()
@@ -439,7 +439,7 @@ def _closing(run: Run) -> Iterator[None]:
         # A thread of gloo aborts a process that still sends to one whose groups are destroyed.
         with suppress(Exception):
             barrier("the run has ended", timeout_s=PATIENCE_S)
-        if run._is_stopped and run.attempt.agents and is_left(run._stop and run._stop.reason):
+        if run._is_stopped and run.attempt.facts and is_left(run._stop and run._stop.reason):
             raise SystemExit(1)  # torchrun takes 0 for the end of all
     except StoppedError as stop:
         join_saves()  # the log says if one of them failed too

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import forgekit as fk
 from forgekit.checkpoints.save import GROUP_NAME
 from forgekit.run.health import LEAST_S, Health
-from forgekit.run.rendezvous import HangError, barrier
+from forgekit.run.rendezvous import HangError, RankStore, barrier
 
 LONG_S = 40
 """Time-out of the groups before the first step: a test that waits for it has failed."""
@@ -316,6 +318,24 @@ BARRIERS = {
 def test_a_barrier_says_who_is_where_and_who_is_missing(timeout_s, tags, found):
     for message, expected in zip(run_ranks(meet, 2, tags, timeout_s), found, strict=True):
         assert re.match(expected, message)
+
+
+def test_a_signal_is_heard_while_ranks_are_waited_for():
+    def stop(*_):
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
+    try:
+        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(InterruptedError):
+            RankStore(store, 0, (0, 1)).gather("meeting", "here", None, 10)
+        assert time.monotonic() - began < 5
+    finally:
+        timer.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 # One process
