@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from forgekit.optim.average import average_of
 from forgekit.optim.chain import Chained
@@ -58,17 +57,15 @@ def _averages(state: TrainState) -> Mapping[Tensor, Tensor]:
     release(modules)  # parameters that are gathered would not be the optimizer's
     if (average := average_of(state)) is not None:
         return {average.parameters[name]: local(value) for name, value in average.values.items()}
-    if not (optimizers := _schedule_free(state.optimizer)):
+    optimizer = state.optimizer
+    members = optimizer.members if isinstance(optimizer, Chained) else (optimizer,)
+    optimizers = [member for member in members if isinstance(member, ScheduleFree)]
+    if not optimizers:
         raise ValueError(
             f"the state has no average, and {type(state.optimizer).__name__} has none either. "
             "Make it with TrainState.create(model, optimizer, average=forgekit.EMA(0.999))."
         )
     return {p: value for optimizer in optimizers for p, value in optimizer.averages().items()}
-
-
-def _schedule_free(optimizer: Optimizer) -> list[ScheduleFree]:
-    members = optimizer.members if isinstance(optimizer, Chained) else (optimizer,)
-    return [member for member in members if isinstance(member, ScheduleFree)]
 
 
 @torch.no_grad()

@@ -286,7 +286,7 @@ class _Reader:
     def of(cls, model: nn.Module, layout: Layout, text: _Text, caches: ExitStack) -> _Reader:
         window = (layout.longest or 2**31) // layout.sequence * layout.sequence
         new = NewPositions(min(window, text.ids.shape[1]))
-        sockets = cache_sockets(model, new) if text.longest <= window else {}
+        sockets = cache_sockets(model, new)
         caches.enter_context(with_sockets(model, sockets))
         return cls(model, layout, text, caches, new if sockets else None, window)
 

@@ -33,7 +33,6 @@ from forgekit.metrics.flops import Utilization
 from forgekit.metrics.progress import Bar, Lines, short_number
 from forgekit.metrics.records import RowFile, Step, append_bad_steps
 from forgekit.metrics.trackers import GuardedTracker, Tracker
-from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
 from forgekit.tensors import local
 from forgekit.terminal import Steady, printable
@@ -284,7 +283,7 @@ class MetricsLog:
         if self._loader is not None:
             times["data_wait_seconds"] = (waited(self._loader) - window.waited) / count
         spread = {}
-        if world_of(state.mesh) > 1:
+        if state.mesh is not None and state.mesh.size() > 1:
             for kind, each in zip(
                 ("min", "mean", "max"), over_ranks([*times.values()], state), strict=True
             ):
@@ -376,7 +375,7 @@ def _sums(by_name: Mapping[str, Tensor]) -> dict[str, float]:
 
 def over_ranks(numbers: Sequence[float], state: TrainState) -> list[list[float]]:
     """Least, mean and most of each number over the ranks, in one reduction; every rank calls it."""
-    ranks = world_of(state.mesh)
+    ranks = 1 if state.mesh is None else state.mesh.size()
     table = torch.zeros(ranks, len(numbers), dtype=torch.float64, device=state.targets.device)
     table[process_rank() if ranks > 1 else 0] = torch.tensor(numbers, dtype=torch.float64)
     if ranks > 1:

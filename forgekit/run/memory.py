@@ -122,7 +122,8 @@ def report_out_of_memory(out: str | os.PathLike[str], *, rank: int = 0) -> Itera
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if _is_out_of_memory(error):
+        is_full = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if is_full or _CPU_ALLOCATOR in str(error):
             _write_report(Path(out) / "memory" / f"rank_{rank}.txt", error)
         raise
 
@@ -168,11 +169,6 @@ def _tensors() -> Iterator[Tensor]:
                 except (RuntimeError, NotImplementedError):
                     continue  # no storage of its own: fake, meta or sparse
                 yield candidate
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    is_one = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return is_one or _CPU_ALLOCATOR in str(error)
 
 
 def _write_report(path: Path, error: BaseException) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from forgekit.checkpoints.directory import Keep, newest, storage_of
 from forgekit.checkpoints.save import checkpoint_save, join_saves, wait_for_saves
-from forgekit.checks import RankCountError, check_integers
+from forgekit.checks import RankCountError, check_integers, counted
 from forgekit.environment import end_launcher, is_library
 from forgekit.mesh import process_rank, shutdown
 from forgekit.metrics.flops import Flops, Utilization
@@ -172,11 +172,20 @@ class Run:
         changed = keep_config(self.out, self.config, state) if self.is_writer else None
         self._total = math.inf if total is None else total
         self._note(state, "running")
-        started = {"parameters": flops.parameters, "arguments": sys.argv[1:]}
-        started |= self.attempt.facts
-        self._remember("started", state, **_started_with(state), **started)
+        ranks = world_of(state.mesh)
+        runs_on = {  # which may differ from one start of a run to the next
+            "ranks": ranks,
+            "device": state.targets.device.type,
+            "forgekit": version_of("forgekit"),
+            "torch": torch.__version__,
+        }
+        size = {"parameters": flops.parameters, "arguments": sys.argv[1:]}
+        self._remember("started", state, **runs_on, **size, **self.attempt.facts)
         self._log, self._loader = log, loader
-        self._say(self._greeting(state, flops.parameters / 1e6))
+        self._say(
+            f"step {state.step}, sample {state.samples}; {flops.parameters / 1e6:.2f} M parameters "
+            f"on {counted(ranks, 'rank')}, set up in {time.monotonic() - self._opened:.1f} s"
+        )
         for line in start_summary(state, flops, dataset, self.config):
             log.message(f"  {line}")
         if changed:
@@ -334,14 +343,6 @@ class Run:
             tell(f"status.json could not be written: {error}")
         append_history(self.out, status, is_writer=self.is_writer, **fields)
 
-    def _greeting(self, state: TrainState, parameters: float) -> str:
-        seconds = time.monotonic() - self._opened
-        ranks = world_of(state.mesh)
-        return (
-            f"step {state.step}, sample {state.samples}; {parameters:.2f} M parameters "
-            f"on {ranks} rank{'s' if ranks > 1 else ''}, set up in {seconds:.1f} s"
-        )
-
     def _note(self, state: TrainState, status: str, **fields: Any) -> None:
         self._noted = time.monotonic()
         at: dict[str, Any] = {"step": state.step, "samples": state.samples}
@@ -484,16 +485,6 @@ def every(steps: int, state: TrainState, *, last: int | None = None) -> bool:
     check_integers(every=(steps, 0))
     is_last = last is not None and state.step >= last
     return is_last or (steps > 0 and state.step > 0 and state.step % steps == 0)
-
-
-def _started_with(state: TrainState) -> dict[str, Any]:
-    """What a start ran on, which may differ from one start of a run to the next."""
-    return {
-        "ranks": world_of(state.mesh),
-        "device": state.targets.device.type,
-        "forgekit": version_of("forgekit"),
-        "torch": torch.__version__,
-    }
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -173,8 +173,8 @@ def is_running(out: str | os.PathLike[str]) -> bool:
         status = parse_json(read_regular(Path(out) / "status.json"))
     except (OSError, ValueError):
         return False
-    is_said = isinstance(status, dict) and status.get("status") == "running"
-    return is_said and is_locked(Path(out) / ".lock")
+    is_noted = isinstance(status, dict) and status.get("status") == "running"
+    return is_noted and is_locked(Path(out) / ".lock")
 
 
 def append_history(

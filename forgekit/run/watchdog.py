@@ -112,9 +112,9 @@ class Watchdog:
 
 
 def _line(frame: FrameType | None) -> str:
-    """The innermost line that is the user's own, else the innermost."""
+    """The innermost line of the user's code, a recipe's too, else the innermost."""
     at = frame
-    while at is not None and not _is_own(at.f_code.co_filename):
+    while at is not None and _is_library(at.f_code.co_filename):
         at = at.f_back
     at = at or frame
     if at is None:
@@ -122,5 +122,5 @@ def _line(frame: FrameType | None) -> str:
     return f"{Path(at.f_code.co_filename).name}:{at.f_lineno} in {at.f_code.co_name}"
 
 
-def _is_own(file: str) -> bool:
-    return file.startswith(RECIPES) or not file.startswith(_LIBRARIES)
+def _is_library(file: str) -> bool:
+    return file.startswith(_LIBRARIES) and not file.startswith(RECIPES)

@@ -182,23 +182,6 @@ def tokens(folder, *, vocab_size=SPEC.vocab_size, tokenizer=None, size=40):
     return fk.token_dataset(folder, 8)
 
 
-def test_bits_per_byte_of_each_set_are_those_of_its_own_text(tmp_path):
-    state, sets = dropout_state(), {}
-    for name, text_bytes in (("code", 100), ("prose", 300)):
-        ids = [torch.arange(len(name) + 30).numpy() % 37]
-        metadata = {"text_bytes": text_bytes}
-        file = fk.write_tokens(tmp_path / name, ids, vocab_size=37, eos_id=0, metadata=metadata)
-        sets[name] = fk.held_out_loader(state, fk.token_dataset(file, 8), 2)
-    found = fk.evaluate(state, sets, logits_loss)
-    for name, text_bytes in (("code", 100), ("prose", 300)):
-        nats = found[f"eval/{name}/loss"] * (len(name) + 31)  # a token per id and the closing one
-        assert found[f"eval/{name}/bits_per_byte"] == pytest.approx(
-            nats.item() / math.log(2) / text_bytes
-        )
-        alone = fk.evaluate(state, sets[name], logits_loss, name=name)
-        assert all(found[metric] == value for metric, value in alone.items())
-
-
 REFUSED_SETS = {
     "vocabulary": (
         lambda at, state: {"code": fk.held_out_loader(state, tokens(at / "a", vocab_size=50), 2)},

@@ -152,30 +152,6 @@ def test_noise_needs_two_micro_batches_with_targets():
     assert not found["noise/scale"].isfinite()
 
 
-def _proves(rank, world):
-    """Forward passes by the hook and by a step; and what replicas that differ mean to the hook."""
-    state, rows = build_state({"cp": 2}), [row[0] for row in micro_batches(1)]
-    passes = []
-    state.model.register_forward_hook(lambda *_: passes.append(1))
-    gradient_noise(state, rows, logits_loss)
-    by_hook = len(passes)
-    fk.accumulate(state, rows, logits_loss)
-    state = build_state({"dp_replicate": 2, "dp_shard": 1})
-    with torch.no_grad():
-        state.model.norm.weight.mul_(1 + rank)
-    noise = gradient_noise(state, rows, logits_loss)
-    with pytest.raises(ValueError, match=r"differ"):
-        fk.reduce_totals(fk.accumulate(state, rows, logits_loss), state)
-    return by_hook, len(passes) - by_hook, noise["noise/trace"].isfinite().item()
-
-
-def test_gradient_noise_proves_nothing_again_that_a_first_step_proves():
-    """Each proof would come once for every micro-batch."""
-    for by_hook, by_step, is_finite in run_ranks(_proves, 2):
-        assert (by_hook, is_finite) == (3, True)
-        assert by_step > 3
-
-
 def _waits(rank, world):
     mesh = fk.build_mesh(fk.MeshSpec(), device=NAME)
     model = fk.parallelize(fk.Transformer(SMALL), mesh)

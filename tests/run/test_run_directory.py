@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import signal
@@ -258,8 +257,8 @@ def test_every_so_many_steps_and_at_the_last(steps, last, due):
 # The decisions of a loop
 
 
-def ready(stop, *, step=0, loader=None):
-    return fk.Setup(state=create(step), step=None, loader=loader, loss_fn=None, stop=stop)
+def ready(stop, *, step=0):
+    return fk.Setup(state=create(step), step=None, loader=None, loss_fn=None, stop=stop)
 
 
 def saved(out):
@@ -334,26 +333,6 @@ def test_what_is_saved_is_not_saved_again(tmp_path, stop):
         before = (tmp_path / "checkpoints" / "step_00000005").stat().st_ino
         run.end(state)
         assert (tmp_path / "checkpoints" / "step_00000005").stat().st_ino == before
-
-
-class Rows(list):
-    def __init__(self, fingerprint, **names):
-        super().__init__(range(40))
-        self.fingerprint = fingerprint
-        vars(self).update(names)
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [({}, "all"), ({"fingerprint_at": lambda samples: f"up to {samples}"}, "up to 32")],
-)
-def test_a_checkpoint_has_the_fingerprint_of_the_data(names, expected, tmp_path, stop):
-    loader = fk.make_loader(Rows("all", **names), batch_size=4)
-    with started(tmp_path, ready(stop, loader=loader)) as run:
-        run.end(create(4))
-    fk.checkpoint_load(create(), tmp_path / "checkpoints", fingerprint=expected)
-    with pytest.raises(fk.CheckpointError, match="was saved while training on other data"):
-        fk.checkpoint_load(create(), tmp_path / "checkpoints", fingerprint="other")
 
 
 # Signals before the run begins
@@ -440,24 +419,3 @@ def test_a_signal_to_one_rank_while_all_load_is_a_clean_stop_of_all(tmp_path):
 def test_ctrl_c_in_a_save_is_no_failed_save(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         fk.checkpoint_save(streamed(Interrupting("SIGINT", "save")), tmp_path, blocking=True)
-
-
-def _signalled_after_its_run(rank, world, out):
-    """How a process ends that gets SIGTERM behind its run; a fork, for it ends by it."""
-    child = os.fork()
-    if not child:
-        with fk.open_run(out, {}) as run:
-            run.start(create(), every=1)
-            run.end(create())
-        signal.raise_signal(signal.SIGTERM)
-        os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_from_the_start_on_a_stop_signal_listens_and_nobody_after_it(tmp_path):
-    with fk.open_run(tmp_path, {}) as run, fk.StopSignal() as stop, run.start(ready(stop), every=1):
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.reason == "SIGTERM"
-    ended = run_ranks(_signalled_after_its_run, 1, tmp_path, group=False)
-    assert ended == [-signal.SIGTERM]
-    assert status(tmp_path)["status"] == "finished"
