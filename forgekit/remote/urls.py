@@ -145,8 +145,7 @@ def fs_of(url: str) -> tuple[Any, str]:
     from fsspec import available_protocols
     from fsspec.core import url_to_fs
 
-    match = _URL.match(url)
-    scheme = match[1].lower() if match else ""
+    scheme = url.partition(":")[0].lower()
     if scheme not in available_protocols():
         raise ValueError(
             f"{url} has the scheme {scheme!r}, which is not known. s3:// is that of buckets; "
@@ -283,7 +282,7 @@ def _is_answer(error: BaseException) -> bool:
     if (code := code_of(error)) in _PASSING:  # fsspec calls a torn upload an invalid argument
         return False
     return (
-        code in PRECONDITION
+        code in (*PRECONDITION, "FileExpired")  # s3fs, of an object that changes while it is read
         or isinstance(error, _ANSWERS)
         or getattr(error, "errno", None) in _ANSWERED
     )
