@@ -66,10 +66,10 @@ BAD = {
     r"sample 1 has \{'a': .*int64, \[2, 3\]\), 'b': .*; sample 0 has \{'a': .*All must": lambda: (
         collate([{"a": IDS}, {"a": IDS, "b": IDS}])
     ),
-    "the transform <lambda> made a NoneType of rows None of rows .*Return the": lambda: (
+    "the transform <lambda> returned a NoneType with batch_size None; return a Ten": lambda: (
         apply_transforms(full_batch(), [lambda batch: None])
     ),
-    r"of rows torch.Size\(\[1\]\) of rows torch.Size\(\[2\]\)\. .* rows count samples": lambda: (
+    r"with batch_size torch.Size\(\[1\]\); .* torch.Size\(\[2\]\): rows count samples": lambda: (
         apply_transforms(full_batch(), [lambda batch: batch[:1]])
     ),
     r"18 positions must be divisible by 2 \* world = 8 to be sharded zigzag; .*16 and 24": lambda: (
