@@ -301,9 +301,9 @@ def apply_transforms(batch: TensorDict, transforms: Iterable[Any]) -> TensorDict
         if not isinstance(after, TensorDict) or after.batch_size != batch.batch_size:
             name = getattr(transform, "__name__", repr(transform))
             raise ValueError(
-                f"the transform {name} made a {type(after).__name__} of rows "
-                f"{getattr(after, 'batch_size', None)} of rows {batch.batch_size}. Return the "
-                "TensorDict, with labels of -100 in rows to leave out: rows count samples."
+                f"the transform {name} returned a {type(after).__name__} with batch_size "
+                f"{getattr(after, 'batch_size', None)}; return a TensorDict with "
+                f"{batch.batch_size}: rows count samples. Mask rows with labels of -100."
             )
         batch = after
     return batch

@@ -163,7 +163,7 @@ class ChatEncoder:
     def _end_of_turn(self, name: str, message: Message, upto: str, start: int, turn: int) -> int:
         """The position in the text behind the last special token of a turn."""
         content = (message.get("content") or "").strip()
-        words = upto.find(content, start)
+        words = upto.find(content, start)  # which may hold a special token themselves
         ids, offsets = self._encode(upto[start:], special=False)
         ends = [stop for id, (_, stop) in zip(ids, offsets, strict=True) if id in self._special]
         if not ends or start + ends[-1] < words + len(content):

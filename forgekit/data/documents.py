@@ -104,8 +104,7 @@ def as_documents(documents: Documents | Iterable[Any]) -> Documents:
     if is_text or not isinstance(documents, Iterable) or iter(documents) is documents:
         raise TypeError(
             f"documents is a {type(documents).__name__}; it must be a source, such as "
-            "forgekit.data.text_documents(paths) returns, or a list of texts or arrays. An "
-            "iterator can be read only once, so it can neither repeat nor resume."
+            "text_documents(paths) returns, or a list: an iterator can be read only once."
         )
     return _Collection(documents)
 
@@ -343,9 +342,8 @@ def _check_stream(dataset: Any, *, reread: bool) -> None:
         )
     if not reread and _has_buffer(getattr(dataset, "_ex_iterable", None)):
         raise ValueError(
-            "this dataset has a shuffle buffer, and a resumed stream would lose the documents in "
-            "it. Stream it unshuffled, or prepare token files, whose rows are shuffled by number, "
-            "or pass reread=True to resume by reading again from the start."
+            "this dataset has a shuffle buffer, and a resumed stream would lose what is in it. "
+            "Stream it unshuffled, prepare token files, or pass reread=True to read it again."
         )
 
 

@@ -92,7 +92,7 @@ def stream_documents(
 
     Raises:
         TypeError: If ``documents`` can be read only once.
-        ValueError: If a number is out of range, or ``eos_id`` is missing.
+        ValueError: If a number is out of range, or the tokenizer has no token to close documents.
 
     Examples:
         >>> stream = stream_documents([[1, 2, 3], [4, 5]], 4, 1, eos_id=0, epochs=1)
@@ -102,15 +102,9 @@ def stream_documents(
         [[4, 5, 0, 0]] [[5, 0, -100, -100]]
     """
     check_rank(rank, world)
-    check_integers(
-        workers=(workers, 0, 1),  # documents are read in order
-        seq_len=(seq_len, 1),
-        batch_size=(batch_size, 1),
-        epochs=(1 if epochs is None else epochs, 1),
-    )
+    check_integers(seq_len=(seq_len, 1), batch_size=(batch_size, 1), workers=(workers, 0, 1))
+    check_integers(epochs=(1 if epochs is None else epochs, 1))
     if eos_id is None:
-        if tokenizer is None:
-            raise ValueError("eos_id is missing; token ids without a tokenizer need one.")
         eos_id = token_id(tokenizer, END_OF_TEXT)
     rows = DocumentRows(
         as_documents(documents), tokenizer, eos_id, seq_len, batch_size, epochs, tuple(transforms)

@@ -6,7 +6,6 @@ are then read one at a time. A document is named by its file and its line or row
 
 from __future__ import annotations
 
-import errno
 import gzip
 import hashlib
 import io
@@ -153,17 +152,9 @@ class _PatientFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         # fsspec advances only behind a read that has succeeded, so the next try reads the same.
-        content = retried(lambda: self._read(len(buffer)), self._url)
+        content = retried(lambda: self._file.read(len(buffer)), self._url)
         buffer[: len(content)] = content
         return len(content)
-
-    def _read(self, size: int) -> bytes:
-        try:
-            return self._file.read(size)
-        except OSError as error:
-            if error.errno == errno.EBUSY:  # s3fs, of an object with another ETag
-                raise ValueError(f"{self._url} changed while it was read; start anew.") from error
-            raise
 
 
 @attrs.frozen

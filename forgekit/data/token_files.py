@@ -365,13 +365,13 @@ def _read_index(folder: Location) -> dict[str, Any]:
         )
     try:
         index = json.loads(content)
-        if not isinstance(index, dict) or {**index, **KIND} != index:
-            raise ValueError(f"it is no {KIND['kind']} of version {KIND['version']}")
-    except ValueError as error:
+    except ValueError:
+        index = None
+    if not isinstance(index, dict) or {**index, **KIND} != index:
         raise ValueError(
-            f"{file} is no index of a token file that can be read here ({error}). Write the token "
+            f"{file} is no index of {KIND['kind']} of version {KIND['version']}. Write the token "
             "file again, or name another directory."
-        ) from None
+        )
     return index
 
 

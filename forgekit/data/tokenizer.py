@@ -88,12 +88,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    given = {"special_tokens": [END_OF_TEXT], "initial_alphabet": alphabet}
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **given)
     tokenizer.train_from_iterator(split_long_words(texts), trainer)
     tokenizer.encode_special_tokens = True
     return tokenizer
@@ -204,9 +201,7 @@ def encode_texts(
     ids: list[NDArray[np.int32]] = []
     piece = PIECE if _splits_at_words(tokenizer) else sys.maxsize
     for batch in _batches(_pieces(texts, piece)):
-        encoded = tokenizer.encode_batch_fast(
-            [text for _, text, _ in batch], add_special_tokens=False
-        )
+        encoded = tokenizer.encode_batch_fast([t for _, t, _ in batch], add_special_tokens=False)
         for (label, _, is_last), encoding in zip(batch, encoded, strict=True):
             ids.append(np.asarray(encoding.ids, dtype=np.int32))
             if is_last:

@@ -146,8 +146,7 @@ def fs_of(url: str) -> tuple[Any, str]:
     from fsspec import available_protocols
     from fsspec.core import url_to_fs
 
-    match = _URL.match(url)
-    scheme = match[1].lower() if match else ""
+    scheme = url.partition(":")[0].lower()
     if scheme not in available_protocols():
         raise ValueError(
             f"{url} has the scheme {scheme!r}, which is not known. s3:// is that of buckets; "
@@ -266,7 +265,8 @@ def _refusal(error: BaseException) -> str | None:
         return _brief(error)
     if code in _PASSING:  # before errno: fsspec calls a torn upload an invalid argument
         return None
-    if isinstance(error, FileNotFoundError) or code in PRECONDITION:
+    # FileExpired: s3fs, of an object that changes while it is read
+    if isinstance(error, FileNotFoundError) or code in (*PRECONDITION, "FileExpired"):
         return ""
     status = (_response(error) or {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     if 300 <= status < 500:

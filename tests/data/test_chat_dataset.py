@@ -41,24 +41,23 @@ REASONING = (  # earlier turns lose what they thought
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 BROKEN = {
-    "an end that is not special": (
-        CHATML.replace("<|im_end|>", "<end>"),
-        r"message 1 with '.*<end>\\n', which holds no special token, so a model never learns",
+    r"message 1 with '.*<end>\\n', which holds no special token, so a model never learns": (
+        CHATML.replace("<|im_end|>", "<end>")
     ),
-    "a prompt of its own": (
-        CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif"),
-        r"ends message 0 with '.*<think>\\n', and message 1 does not go on from there",
+    "ends message 1 with '.*</s>, I think.', which holds no special token": (
+        CHATML.replace("<|im_end|>", "{% if '</s>' not in m.content %}<|im_end|>{% endif %}")
     ),
-    "counts the words behind": (
-        CHATML.replace("<|im_end|>\n", "<|im_end|>{{ m.content | length }}\n"),
-        r"other words in message 1 also change the text outside of that turn",
+    r"ends message 0 with '.*<think>\\n', and message 1 does not go on from there": (
+        CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     ),
-    "leaves the words out": (
-        CHATML.replace("{{ m.content }}", "{% if m.role == 'user' %}{{ m.content }}{% endif %}"),
-        r"or do not appear in it",
+    "other words in message 1 also change the text outside of that turn": (
+        CHATML.replace("<|im_end|>\n", "<|im_end|>{{ m.content | length }}\n")
     ),
-    "refuses": ("{{ raise_exception('alternate, please') }}", r"cannot be rendered: alternate"),
-    "is missing": (None, r"cannot be rendered: .*chat_template.*not set"),
+    "or do not appear in it": (
+        CHATML.replace("{{ m.content }}", "{% if m.role == 'user' %}{{ m.content }}{% endif %}")
+    ),
+    "cannot be rendered: alternate": "{{ raise_exception('alternate, please') }}",
+    r"cannot be rendered: .*chat_template.*not set": None,
 }
 
 USER = {"role": "user", "content": "What is two and two?"}
@@ -198,10 +197,10 @@ def test_a_template_that_forgets_reasoning_is_refused_or_rendered_turn_by_turn()
         assert (example.trained == (np.arange(len(example.ids)) >= len(prompt))).all()
 
 
-@pytest.mark.parametrize(("template", "message"), BROKEN.values(), ids=BROKEN)
-def test_a_template_that_cannot_be_proved_is_refused(template, message):
+@pytest.mark.parametrize("message", BROKEN)
+def test_a_template_that_cannot_be_proved_is_refused(message):
     with pytest.raises(ValueError, match=message):
-        _encode(template, [USER, ANSWER, *MORE])
+        _encode(BROKEN[message], [USER, {**ANSWER, "content": "Four</s>, I think."}, *MORE])
 
 
 MESSAGES = {

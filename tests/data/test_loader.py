@@ -24,14 +24,13 @@ from forgekit.data.order import sample_rows
 class Rows:
     """A dataset whose row ``i`` is made of the number ``i``; batched or row by row."""
 
-    def __init__(self, n, seconds=0.0, broken=None):
-        self.n, self.seconds, self.broken = n, seconds, broken
+    def __init__(self, n, broken=None):
+        self.n, self.broken = n, broken
 
     def __len__(self):
         return self.n
 
     def __getitem__(self, row):
-        time.sleep(self.seconds)
         if row == self.broken:
             raise KeyError("row is bad", row)
         ids = torch.full((3,), row)
@@ -255,12 +254,12 @@ def test_transforms_make_micro_batches_in_their_order_and_padding_stays_masked()
 # Prefetch to a device; "meta" is the one besides the CPU that every machine has
 
 
-class CountedRows(BatchedRows):
+class CountedRows(Rows):
     read = 0
 
-    def __getitems__(self, rows):
-        self.read += len(rows)
-        return super().__getitems__(rows)
+    def __getitem__(self, row):
+        self.read += 1
+        return super().__getitem__(row)
 
 
 @pytest.mark.parametrize("ahead", [0, 3])

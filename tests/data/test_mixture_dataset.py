@@ -13,33 +13,19 @@ from tensordict import TensorDict
 import forgekit as fk
 
 
-class Rows:
-    """A dataset whose row ``i`` is made of the numbers of the dataset and of the row."""
-
-    def __init__(self, number, n, **attributes):
-        self.number, self.n = number, n
-        self.__dict__.update(attributes)
-
-    def __len__(self):
-        return self.n
-
-    def __getitem__(self, row):
-        ids = torch.tensor([self.number, row])
-        return TensorDict({"input_ids": ids, "labels": ids})
+def rows(number, n):
+    """Row ``i`` is made of the numbers of the dataset and of the row."""
+    ids = torch.tensor([[number, row] for row in range(n)])
+    return [TensorDict({"input_ids": row, "labels": row}) for row in ids]
 
 
-class BatchedRows(Rows):
+class Batched(list):
     def __getitems__(self, rows):
         return [self[row] for row in rows]
 
 
 def mixture(phases=(), seed=4):
-    """Rows of three kinds of dataset, a plain one, a batched one and a list."""
-    datasets = {
-        "a": Rows(0, 50),
-        "b": BatchedRows(1, 31),
-        "c": [Rows(2, 0)[row] for row in range(9)],
-    }
+    datasets = {"a": rows(0, 50), "b": Batched(rows(1, 31)), "c": rows(2, 9)}
     sizes = {name: len(dataset) for name, dataset in datasets.items()}
     order = fk.make_order(sizes, {"a": 5, "b": 3, "c": 1}, seed=seed, phases=phases)
     return fk.mixture_dataset(datasets, order)
@@ -122,9 +108,9 @@ def test_a_mixture_of_token_files_is_that_of_its_files(tmp_path):
     fk.check_vocabulary(data, 37)
     with pytest.raises(ValueError, match=r"vocab_size 36 of the model is below the 37 of .*/prose"):
         fk.check_vocabulary(data, 36)
-    rows = fk.packed_dataset([[1, 3]], fk.pack([2], 4))
+    packed = fk.packed_dataset([[1, 3]], fk.pack([2], 4))
     with pytest.raises(ValueError, match=r"below the 4 of its documents; set model.vocab_size=4"):
-        fk.check_vocabulary(rows, 3)
+        fk.check_vocabulary(packed, 3)
 
 
 def mixed(datasets, sizes=None):
@@ -138,10 +124,10 @@ def odd_rows(**tensors):
 
 BAD = {
     r"^the datasets have \{'a': 5\} rows, .* made for \{'a': 5, 'b': 5\}; make it": lambda: mixed(
-        {"a": Rows(0, 5)}, {"a": 5, "b": 5}
+        {"a": rows(0, 5)}, {"a": 5, "b": 5}
     ),
     r"^the datasets have \{'a': 5\} rows, .* made for \{'a': 6\}": lambda: mixed(
-        {"a": Rows(0, 5)}, {"a": 6}
+        {"a": rows(0, 5)}, {"a": 6}
     ),
     r'^source "b" has .*\[3\].*; source "a" has .*\[2\].*\. All must have': lambda: mixed(
         {"a": odd_rows(x=torch.ones(2)), "b": odd_rows(x=torch.ones(3))}
