@@ -143,6 +143,7 @@ def checkpoint_load(
             "loaded, one of the checkpoint needs average=",
             "the state" if has_average(described) else path,
         )
+    # All checks but those of a field's own load_state_dict are done: from here on values change.
     allocation = allocate(state, manifest, ranks.rank)
     read = {key: tensor for key, tensor in allocation.tensors.items() if key not in added}
     with storage.reading(at):

@@ -346,14 +346,13 @@ def find_mismatch(
     return next((text.format(difference) for text, difference in texts if difference), None)
 
 
-def encode(value: Any, key: str, tensors: dict[str, Tensor], label: str) -> Any:
+def encode(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     """Turn a value into a tree, moving its tensors to ``tensors``.
 
     Args:
         value: The value.
         key: Under which a tensor is filed; those inside get longer ones.
         tensors: Changed in place.
-        label: Its name in messages.
 
     Raises:
         TypeError: If it holds something that cannot be saved.
@@ -366,14 +365,14 @@ def encode(value: Any, key: str, tensors: dict[str, Tensor], label: str) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, dict) and all(isinstance(k, bool | int | float | str) for k in value):
-        return {"$dict": [[k, encode(v, f"{key}.{k}", tensors, label)] for k, v in value.items()]}
+        return {"$dict": [[k, encode(v, f"{key}.{k}", tensors)] for k, v in value.items()]}
     if type(value) in (list, tuple):  # a named tuple would not come back as one
         tag = "$list" if type(value) is list else "$tuple"
-        return {tag: [encode(v, f"{key}.{i}", tensors, label) for i, v in enumerate(value)]}
+        return {tag: [encode(v, f"{key}.{i}", tensors) for i, v in enumerate(value)]}
     raise TypeError(
-        f"{label} holds a {type(value).__name__} at {key}; checkpoints keep tensors, numbers, "
-        "strings, None, and lists, tuples and dicts of them. Give it state_dict and "
-        'load_state_dict, or leave it out with attrs.field(metadata={"checkpoint": False}).'
+        f"{key} is a {type(value).__name__}; checkpoints keep tensors, numbers, strings, None, and "
+        "lists, tuples and dicts of them. Give the field state_dict and load_state_dict, or leave "
+        'it out with attrs.field(metadata={"checkpoint": False}).'
     )
 
 
@@ -562,7 +561,7 @@ def _encode_field(
     state: TrainState, name: str, rank: int | None, tensors: dict[str, Tensor]
 ) -> dict[str, Any]:
     key = f"state.{name}" if rank is None else f"state.{name}.rank{rank}"
-    tree = encode(_value(state, name), key, tensors, f"field {name!r}")
+    tree = encode(_value(state, name), key, tensors)
     return tree if rank is None else {_RANKS: [[rank, tree]]}
 
 
@@ -571,16 +570,16 @@ def _encode_entries(
 ) -> dict[str, Any]:
     is_sharded = isinstance(parameter, DTensor) and parameter.device_mesh.size() > 1
     encoded = {}
-    for key, value in entries.items():
-        label = f"optimizer entry {key!r} of {name!r}"
+    for entry, value in entries.items():
+        key = f"optimizer.{name}.{entry}"
         # A shard that looks like a whole tensor: one rank's would overwrite all others'.
         is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
         if is_sharded and is_plain and value.ndim:
             raise TypeError(
-                f"{label} is a plain tensor beside a sharded parameter, so nothing says which part "
+                f"{key} is a plain tensor beside a sharded parameter, so nothing says which part "
                 "of it this is. Make it with torch.zeros_like(parameter)."
             )
-        encoded[key] = encode(value, f"optimizer.{name}.{key}", tensors, label)
+        encoded[entry] = encode(value, key, tensors)
     return encoded
 
 

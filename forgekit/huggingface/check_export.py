@@ -68,9 +68,9 @@ def check_logits(directory: Path) -> None:
     model = Transformer(spec).eval()
     load_huggingface(model, directory)
     options: dict[str, Any] = {"trust_remote_code": False, "dtype": torch.float32}
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(str(directory), **options).eval()
+    opened = transformers.AutoModelForCausalLM.from_pretrained(str(directory), **options).eval()
     expected = model(ids)
-    error = float((theirs(ids).logits - expected).norm())
+    error = float((opened(ids).logits - expected).norm())
     if not error <= CLOSE * float(expected.norm()):
         raise CheckpointError(
             f"the export computes other logits in transformers: they differ by {error:.1e}, of "

@@ -333,6 +333,13 @@ def _routed_blocks(config: Config) -> dict[str, int]:
     return {"first": routed[0], "every": every}
 
 
+ROUTED = MappingProxyType(
+    {
+        "top_k": "num_experts_per_tok",
+        "ffn_dim": "moe_intermediate_size",
+        "renormalize": "norm_topk_prob",
+    }
+)
 WINDOW = MappingProxyType({"use_sliding_window": False, "sliding_window": 4096})
 SOME_LAYERS = MappingProxyType({"layer_types": None, "max_window_layers": 28})
 
@@ -372,12 +379,7 @@ FAMILIES = (
             "norm_topk_prob": False,
             **WINDOW,
         },
-        experts={
-            "experts": "num_experts",
-            "top_k": "num_experts_per_tok",
-            "ffn_dim": "moe_intermediate_size",
-            "renormalize": "norm_topk_prob",
-        },
+        experts={"experts": "num_experts", **ROUTED},
     ),
     Family(
         "dots1",
@@ -397,11 +399,9 @@ FAMILIES = (
         },
         experts={
             "experts": "n_routed_experts",
-            "top_k": "num_experts_per_tok",
-            "ffn_dim": "moe_intermediate_size",
+            **ROUTED,
             "shared": "n_shared_experts",
             "first": "first_k_dense_replace",
-            "renormalize": "norm_topk_prob",
             "scale": "routed_scaling_factor",
             "groups": "n_group",
             "top_groups": "topk_group",

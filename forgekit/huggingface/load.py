@@ -145,8 +145,9 @@ def check_stored(names: NameMap, stored: Mapping[str, Stored], where: Path) -> N
     Raises:
         CheckpointError: If tensors are missing, too many, or of another shape.
     """
-    shapes = {key: one.shape for key, one in stored.items() if not key.endswith(IGNORED)}
-    if different := differences(names.shapes, shapes):
+    here = {key: f"of shape {shape}" for key, shape in names.shapes.items()}
+    there = {k: f"of shape {one.shape}" for k, one in stored.items() if not k.endswith(IGNORED)}
+    if different := differences(here, there):
         raise CheckpointError(f"{where} does not fit the model: {different}.")
 
 

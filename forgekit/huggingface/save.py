@@ -126,6 +126,7 @@ def save_huggingface(
     with ExitStack() as stack:
         new = atomic_directory(path, is_replaceable=_is_export)
         folder = ranks.first(lambda: stack.enter_context(new))
+        # The tokenizer first: it says how many rows of a padded vocabulary are tokens.
         tokens = ranks.first(lambda: write_tokenizer(tokenizer, folder, source))
         config = {key: value for key, value in config.items() if key not in STALE}
         if spec is not None:
@@ -134,6 +135,7 @@ def save_huggingface(
         plan = ranks.together(lambda: _plan(names, held, dtype, max_shard_size))
         ranks.first(lambda: _write_config(folder, config, plan, tokenizer, source))
         _write(ranks, folder, plan, tensors)
+        # Read back before the folder gets its name: what differs is deleted with it.
         ranks.together(lambda: check_values(tensors, names, folder))
         if spec is not None:
             ranks.first(lambda: _check_spec(spec, folder))

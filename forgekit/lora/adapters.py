@@ -289,7 +289,8 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> list[str]:
             ends = dict.fromkeys(name.rpartition(".")[2] for name in matrices)
             raise ValueError(
                 f"the pattern {pattern!r} matches no linear layer and no stack of experts; their "
-                f"names end in {quoted(ends)}. The head of a tied model is its embedding."
+                f"names end in {quoted(ends)}. The output projection of a tied model is its "
+                "embedding."
             )
         chosen |= matching
     return [name for name in matrices if name in chosen]

@@ -120,6 +120,7 @@ def save_adapter(
             "and would be lost. Freeze them, or use forgekit.checkpoint_save."
         )
     reshard(model)
+    # Collectives in the model's order, which is the same on all ranks that share a factor.
     whole = {key: full(parameter.detach()).cpu() for key, parameter in parameters.items()}
     # Of several ranks that hold a factor the first one sends it: rank 0 receives it once.
     sent = {key for *_, keys in held[: ranks.rank] for key in keys}
@@ -343,6 +344,7 @@ def _fuse(
                 f"gate and up of {experts!r} have the scales {[half.scale for half in halves]}; "
                 "peft holds them fused, with one. Give both the same alpha / rank."
             )
+        # A stack without an adapter is a block of no columns.
         name, absent = f"{experts}.gate_up", tensors[first.name, "B"][..., :0]
         pairs = zip(*(tensors.get((half, "B"), absent) for half in names), strict=True)
         tensors[name, "A"] = torch.cat([tensors[half.name, "A"] for half in halves], dim=1)

@@ -148,7 +148,7 @@ FILES = {
     "a bias": (resave(lambda t: t.update(BIAS)), r"only it has 'model\.layers\.0\.self_attn\.q_p"),
     "another shape": (
         resave(lambda tensors: tensors.update(SMALLER)),
-        r"'model\.embed_tokens\.weight' is \(16, 8\) there and \(16, 16\) here\.",
+        r"embed_tokens\.weight' is of shape \(16, 8\) there and of shape \(16, 16\) here\.",
     ),
     "whole numbers": (resave(lambda t: t.update(WHOLE)), r"holds int8 and the model's is float32"),
     "an index of tensors that are not there": (

@@ -37,15 +37,6 @@ class Several(Optimizer):
             optimizer.step()
 
 
-class NoSubclass:
-    """One that only looks like an optimizer."""
-
-    def __init__(self, model):
-        self._inner = momentum(model.parameters())
-        self.param_groups, self.state = self._inner.param_groups, {}
-        self.step, self.zero_grad = self._inner.step, self._inner.zero_grad
-
-
 class Sharing(Optimizer):
     """A wrapper of one, whose state it shares."""
 
@@ -98,7 +89,6 @@ def chain_with(make):
 
 HOLDING = {
     "several": (Several, "^Several holds SGD in 'optimizers', whose state a checkp"),
-    "one, and no subclass": (NoSubclass, "^NoSubclass holds SGD in '_inner', whose state a chec"),
     "a wrapper in a chain": (
         lambda model: fk.chain_optimizers(Several(model)),
         r"^Several holds SGD in .* with forgekit.chain_optimizers\(first, second\); a wrapper of",

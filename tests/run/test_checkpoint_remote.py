@@ -123,14 +123,17 @@ def test_what_fails_for_a_moment_fails_no_save(url, monkeypatch, method):
     assert objects() == whole(2)
 
 
-def test_a_commit_that_is_refused_is_none(url):
+def test_a_commit_that_is_refused_is_none(url, tmp_path):
+    """Neither there nor on a disk."""
+
     def refuse():
         raise RuntimeError("the rows of metrics are not there yet")
 
-    save(url, 1)
-    with pytest.raises(fk.CheckpointError, match=r"step 2 could not be saved .* rows of metrics a"):
-        save(url, 2, before_commit=refuse)
-    assert fk.latest_checkpoint(url) == f"{url}/step_00000001"
+    for where in (url, str(tmp_path)):
+        save(where, 1)
+        with pytest.raises(fk.CheckpointError, match=r"step 2 could not be .* rows of metrics are"):
+            save(where, 2, before_commit=refuse)
+        assert str(fk.latest_checkpoint(where)) == f"{where}/step_00000001"
 
 
 def test_an_upload_that_lost_bytes_is_not_committed(url, monkeypatch):
