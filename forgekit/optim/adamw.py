@@ -85,7 +85,7 @@ class StochasticAdamW(Optimizer):
 
     _step_supports_amp_scaling = True
 
-    # The default rate is read here: one that was given and that a schedule never has is refused.
+    # check_rates reads the default of lr from this signature, to tell a rate that was given.
     def __init__(
         self,
         params: list[dict[str, Any]],
