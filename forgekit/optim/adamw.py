@@ -71,9 +71,7 @@ def adamw(
         )
     for group in groups:
         group["keys"] = [key_of(seed, names[p]) for p in group["params"]]
-    check_decay_rates(*betas)
-    defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
-    return StochasticAdamW(groups, defaults)
+    return StochasticAdamW(groups, lr=lr, betas=betas, eps=eps)
 
 
 class StochasticAdamW(Optimizer):
@@ -86,6 +84,19 @@ class StochasticAdamW(Optimizer):
     """
 
     _step_supports_amp_scaling = True
+
+    # check_rates reads the default of lr from this signature, to tell a rate that was given.
+    def __init__(
+        self,
+        params: list[dict[str, Any]],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float],
+        eps: float,
+    ) -> None:
+        check_decay_rates(*betas)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

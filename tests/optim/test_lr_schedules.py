@@ -31,7 +31,7 @@ TABLE = [
     (
         "warmup_linear",
         fk.optim.warmup_linear(peak=1.0, warmup=2, total=6, final=0.2),
-        {0: 0.5, 1: 1.0, 2: 1.0, 4: 0.6, 6: 0.2, 7: 0.2},
+        {0: 0.5, 1: 1.0, 2: 1.0, 3: 0.8, 4: 0.6, 6: 0.2, 7: 0.2},
     ),
     (
         "warmup_cosine",
