@@ -1,7 +1,7 @@
-"""A recipe's configuration: defaults, then one TOML file, then KEY=VALUE, into attrs classes.
+"""A recipe's configuration: defaults, then TOML files, then KEY=VALUE, into attrs classes.
 
 The class that a recipe defines is the whole schema. Its defaults are a tree of plain values, into
-which the file and the command line are merged key by key: ``model.dim=512`` keeps the other keys of
+which files and the command line are merged key by key: ``model.dim=512`` keeps the other keys of
 the default ``model``. The whole tree is then read strictly, so a default that was edited in a copy
 is checked like a value. Nothing is coerced but ``1`` to ``1.0`` and text to a path, and nothing is
 skipped: a run that trains for a day on a mistyped key costs more than a refusal, so every mistake
@@ -331,14 +331,16 @@ def _read(value: Any, kind: Any, path: str, problems: Problems) -> Any:
             items = enumerate(zip(value, kinds, strict=True))
             return container(_read(item, k, f"{path}[{i}]", problems) for i, (item, k) in items)
         text = f"expected {len(kinds)} values for {name_of(kind)}, read {_typed(value)}"
-        return problems.append((path, text))
+        problems.append((path, text))
+        return None
     if container is Literal:
         if any(type(choice) is type(value) and choice == value for choice in kinds):
             return value
         close = difflib.get_close_matches(str(value), map(str, kinds), n=1, cutoff=0.5)
         nearest = f"; the nearest is {close[0]}" if close else ""
         choices = ", ".join(map(str, kinds))
-        return problems.append((path, f"expected one of {choices}, read {_typed(value)}{nearest}"))
+        problems.append((path, f"expected one of {choices}, read {_typed(value)}{nearest}"))
+        return None
     return _read_scalar(value, kind, path, problems)
 
 
@@ -368,7 +370,8 @@ def _call(path: str, problems: Problems, check: Callable[..., Any], *args: Any) 
     try:
         return check(*args)
     except (TypeError, ValueError) as error:
-        return problems.append((path, str(error.args[0]) if error.args else repr(error)))
+        problems.append((path, str(error.args[0]) if error.args else repr(error)))
+        return None
 
 
 def _read_union(value: Any, kind: Any, path: str, problems: Problems) -> Any:
@@ -384,7 +387,8 @@ def _read_union(value: Any, kind: Any, path: str, problems: Problems) -> Any:
         read = _read(value, arm, path, wrong)
         if not wrong:
             return read
-    return problems.extend(wrong if len(arms) == 1 else [(path, _mismatch(value, kind))])
+    problems.extend(wrong if len(arms) == 1 else [(path, _mismatch(value, kind))])
+    return None
 
 
 def _read_scalar(value: Any, kind: Any, path: str, problems: Problems) -> Any:
@@ -392,10 +396,12 @@ def _read_scalar(value: Any, kind: Any, path: str, problems: Problems) -> Any:
         return Url(value.rstrip("/"))
     if kind is Path and is_url(value):  # as a path it would be a folder of this machine
         text = f"expected a path, read the URL {value}; a key that takes URLs too is declared as "
-        return problems.append((path, f"{text}forgekit.Location in the recipe's Config"))
+        problems.append((path, f"{text}forgekit.Location in the recipe's Config"))
+        return None
     if kind is Path and isinstance(value, str | Path):
         if wrong := path_problem(str(value)):
-            return problems.append((path, f"the path {wrong}"))
+            problems.append((path, f"the path {wrong}"))
+            return None
         return Path(value).expanduser()
     if kind is float and (type(value) is int or value in ("inf", "-inf")):  # config.json's
         return float(value)
@@ -403,7 +409,8 @@ def _read_scalar(value: Any, kind: Any, path: str, problems: Problems) -> Any:
         return value
     if kind not in SCALARS and not isinstance(value, (*SCALARS, list, tuple, Mapping, NoneType)):
         return value  # no file holds it: a default such as a function
-    return problems.append((path, _mismatch(value, kind)))
+    problems.append((path, _mismatch(value, kind)))
+    return None
 
 
 def _mismatch(value: Any, kind: Any) -> str:

@@ -134,9 +134,7 @@ DAMAGED = {
         b'[1]\n{"step": 2}\n',
         "line 1: .* is not a JSON object",
     ),
-    "steps of text": ("metrics.jsonl", b'{"step": "x"}\n{"step": 2}\n', "has the step 'x'. Repair"),
     "bad steps in no encoding": ("bad_steps.jsonl", b"\xff\n{}\n", "line 1: "),
-    "a list of settings": ("config.json", b"[1]", "does not fit .*: it holds a list"),
     "no settings": ("config.json", b"\xff", "does not fit .*pretrain.py: "),
 }
 
