@@ -4,7 +4,6 @@ import ast
 import contextlib
 import hashlib
 import importlib.metadata
-import io
 import json
 import re
 import resource
@@ -185,19 +184,6 @@ def test_prepare_says_where_things_are_and_how_big(texts, here, capsys):
     assert main(["prepare", str(texts), *arguments]) == 0
     again = "tokens was made from the same files before and stays unchanged."
     assert capsys.readouterr().out.splitlines()[0] == again
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_prepare_draws_bars_on_a_terminal(texts, here, monkeypatch):
-    terminal = Terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", terminal)
-    assert main(["prepare", str(texts), "--out", "tokens", "--vocab", "300"]) == 0
-    assert "100%" in terminal.getvalue()
 
 
 def test_prepare_reads_other_keys_and_columns_and_leaves_out_what_is_broken(here, capsys):

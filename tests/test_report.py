@@ -133,15 +133,6 @@ def curve_of(page, title):
     return points[:, 0], -points[:, 1]
 
 
-def test_lines_are_where_the_numbers_are(page):
-    """A chart's axes are linear in its numbers: steps evenly apart, values by step squared."""
-    x, y = curve_of(page, "own/metric")
-    steps = np.arange(1, len(x) + 1)
-    assert len(x) == 40
-    assert np.allclose((x - x[0]) / (x[-1] - x[0]), (steps - 1) / 39, atol=1e-4)
-    assert np.allclose((y - y[0]) / (y[-1] - y[0]), (steps**2 - 1) / (40**2 - 1), atol=1e-3)
-
-
 def test_numbers_that_no_axis_can_hold_are_named_and_left_out(tmp_path):
     """An integer of 400 digits, and a float whose axis would overflow."""
     rows = few(30)

@@ -95,15 +95,6 @@ def test_a_slip_in_a_name_is_a_plain_attribute_error():
         _ = state.stpe
 
 
-def test_a_state_is_shown_in_one_short_line():
-    state = create(Extended, teacher=nn.Linear(2, 3), seed=4)
-    shown = repr(state)
-    assert shown.startswith("Extended(step=0, samples=0, targets=tensor(0)")
-    assert "temperature=2.0" in shown
-    assert "\n" not in shown
-    assert len(shown) < 200
-
-
 def test_a_subclass_keeps_its_fields_and_loses_them_when_donated():
     teacher = nn.Linear(2, 3)
     state = create(Extended, teacher=teacher, temperature=3.0)

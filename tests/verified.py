@@ -9,7 +9,6 @@ import importlib
 import os
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import count
 from types import SimpleNamespace
@@ -171,11 +170,6 @@ def switch_off(path: str, answer: Any) -> None:
 def answer_always(answer: Any, *_args: Any, **_keywords: Any) -> Any:
     """Whatever is asked."""
     return answer
-
-
-def no_shards(_watch: Any) -> Any:
-    """Let nobody see that a loss reads shards."""
-    return lambda *_args, **_options: nullcontext(set())
 
 
 def first_alone(send: Any) -> Any:
