@@ -190,14 +190,6 @@ def is_kept(model: nn.Module, before: dict[str, Tensor]) -> bool:
     return all(torch.equal(before[name], after[name]) for name in before)
 
 
-def step_gradients(
-    state: fk.TrainState, batches: Any, loss_fn: Callable[[Any, Any], fk.Loss], **options: Any
-) -> dict[str, Tensor]:
-    """Full gradients of the token-mean loss that a step accumulates, by name."""
-    totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn, **options), state)
-    return {name: full(gradient) for name, gradient in fk.gradients(state, totals).items()}
-
-
 def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """Largest difference over the largest expected value; NaN does not pass a comparison."""
     assert found.keys() == expected.keys()

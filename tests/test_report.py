@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import re
 import sys
 from html.parser import HTMLParser
@@ -144,6 +145,17 @@ def test_numbers_that_no_axis_can_hold_are_named_and_left_out(tmp_path):
         ["2 of 30 rows, step 5 first"]
     ]
     assert plot_losses(tmp_path / "metrics.jsonl", tmp_path / "a.png").is_file()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "samples/a.txt"])
+def test_a_pipe_in_place_of_a_file_is_left_out(tmp_path, name):
+    """Opening one would wait for a writer that never comes."""
+    lines(tmp_path / "metrics.jsonl", rows_of(3))
+    (tmp_path / "status.json").write_text('{"status": "finished"}')
+    (tmp_path / "samples").mkdir()
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    assert "cannot be read: [Errno 22] Not a regular file" in page_of(tmp_path).text
 
 
 def test_a_run_that_nobody_holds_is_killed_and_one_that_is_held_runs(tmp_path):

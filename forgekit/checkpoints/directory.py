@@ -65,6 +65,8 @@ _STEP = re.compile(r"step_(\d{8,})")
 _HIDDEN = re.compile(r"\.(step_\d{8,})\.[0-9a-f]{12}\.(new|old)")
 """Folders of unfinished saves, as ``atomic_directory`` names them."""
 _DATA = "data-"
+_PLAIN = re.compile(r"\w[\w.-]*")
+"""Names without a folder in front of them."""
 
 T = TypeVar("T")
 Manifest: TypeAlias = dict[str, Any]
@@ -570,6 +572,11 @@ def parse_manifest(content: bytes) -> Manifest:
     # Over sorted keys, so formatting does not matter.
     if manifest.get("checksum") != (checksum := _checksum(manifest)):
         raise ManifestError(f"was changed after it was saved: its checksum is {checksum[:12]}")
+    names = (manifest["folder"] or MANIFEST, *manifest["files"])
+    if outside := [name for name in names if not _PLAIN.fullmatch(name)]:
+        raise ManifestError(f"names a file outside the checkpoint: {outside[0]!r:.80}")
+    if min(manifest["step"], manifest["fields"]["step"], manifest["fields"]["samples"]) < 0:
+        raise ManifestError("has a step or a number of samples below zero")
     return manifest
 
 

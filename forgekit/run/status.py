@@ -35,6 +35,10 @@ from forgekit.state import TrainState
 log = logging.getLogger("forgekit")
 
 STATUSES = ("running", "finished", "stopped", "failed")
+FILES = (
+    *(".lock", "config.json", "config_changes.jsonl", "status.json", "history.jsonl"),
+    *("metrics.jsonl", "bad_steps.jsonl"),
+)
 SHOWN = 40
 """Characters of a value in the line that names the changes; the file has all."""
 _CONSTANTS = MappingProxyType({"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"})
@@ -53,10 +57,11 @@ def in_use(out: object, holder: str) -> RunLockedError:
 
 
 def check_directory(out: str | Path) -> None:
-    """Refuse a run directory in which set-up would fail later, or replace a model's file.
+    """Refuse a run directory in which set-up would fail later, hang, or replace a model's file.
 
     Raises:
-        ValueError: If it cannot be made or written, or holds a model.
+        ValueError: If it cannot be made or written, holds a model, or if something else has the
+            name of a file that a run keeps in it.
     """
     directory = path_of("out", out)
     try:
@@ -68,6 +73,9 @@ def check_directory(out: str | Path) -> None:
         raise ValueError(
             f"{directory} cannot be a run directory: {why}. Choose another, out=DIR."
         ) from None
+    for path in (directory / name for name in FILES):
+        if os.path.lexists(path) and not path.is_file():  # a FIFO would be waited for
+            raise ValueError(f"{path} is not a file, and a run keeps one of that name.")
     if any(directory.glob("*.safetensors")):
         raise ValueError(
             f"{directory} holds a model, whose config.json would be overwritten by the run's. "

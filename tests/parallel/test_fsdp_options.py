@@ -11,9 +11,9 @@ from lab import (
     Watch,
     global_batch,
     logits_loss,
+    mean_gradients,
     reference_gradients,
     relative_error,
-    step_gradients,
 )
 from ranks import run_again
 from torch.distributed.tensor import DTensor
@@ -57,7 +57,7 @@ def _gradients(rank, world, sizes, sync, options):
     step = fk.make_step(logits_loss, schedule=fk.constant(0.0), sync=sync)
     # The second step meets whatever the first one left gathered.
     state, _ = step(state, [row[rank] for row in global_batch(world, seed=1)])
-    return step_gradients(state, [row[rank] for row in global_batch(world)], logits_loss)
+    return mean_gradients(state, [row[rank] for row in global_batch(world)], logits_loss)
 
 
 MODES = (("hsdp 2x2", "last"), ("fsdp 4", "every"), ("hsdp 2x2", "hsdp_last"))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lab import Watch, reference_gradients, relative_error, step_gradients
+from lab import Watch, mean_gradients, reference_gradients, relative_error
 from parallel.test_transformers_models import build
 from ranks import run_again
 from tensordict import TensorDict
@@ -100,7 +100,7 @@ def gradients_of(
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     state = fk.TrainState.create(model, torch.optim.SGD(trained), mesh=mesh)
     rank, world = fk.data_ranks(mesh)
-    gradients = step_gradients(state, BATCHES[rank::world], loss)
+    gradients = mean_gradients(state, BATCHES[rank::world], loss)
     return gradients, fk.evaluate(state, BATCHES[rank::world], loss)["loss"]
 
 

@@ -9,9 +9,9 @@ from lab import (
     SPEC,
     global_batch,
     logits_loss,
+    mean_gradients,
     reference_gradients,
     relative_error,
-    step_gradients,
 )
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
@@ -45,7 +45,7 @@ def _on_a_small_mesh(rank, world, sizes):
     model = fk.parallelize(fk.Transformer(EVEN).double(), mesh)
     at, count = fk.data_ranks(mesh)
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    return step_gradients(state, [_even(row[at]) for row in global_batch(count)], logits_loss)
+    return mean_gradients(state, [_even(row[at]) for row in global_batch(count)], logits_loss)
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -111,7 +111,7 @@ def _used_twice(rank, world):
     mesh = fk.build_mesh(device="cpu")
     model = fk.parallelize(_Shared("a block").double(), mesh)
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    return step_gradients(state, [_rows(rank, world)] * 2, _square_loss)
+    return mean_gradients(state, [_rows(rank, world)] * 2, _square_loss)
 
 
 def test_a_whole_block_that_is_used_twice_is_exact():

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import in_turn
-from lab import full_tensors, reference_gradients, relative_error, step_gradients
+from lab import full_tensors, mean_gradients, reference_gradients, relative_error
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -106,7 +106,7 @@ def _state(kind, method, precision="fp32", pp=1):
 
 
 def _exact(rank, world, kind, method, given):
-    return step_gradients(_state(kind, method), [_batch(given=given)], _loss)
+    return mean_gradients(_state(kind, method), [_batch(given=given)], _loss)
 
 
 CASES = [("locate", False), ("locate", True), ("arange", True), ("none", False)]

@@ -17,9 +17,9 @@ from lab import (
     SPEC,
     full_tensors,
     logits_loss,
+    mean_gradients,
     reference_gradients,
     relative_error,
-    step_gradients,
 )
 from ranks import run_again, run_ranks
 from tensordict import TensorDict
@@ -129,7 +129,7 @@ def started(layout: dict[str, int], kind: str, plan: Any, backend: Any = None) -
 
 
 def _gradients(rank, world, layout, kind, plan):
-    return step_gradients(*started(layout, kind, plan), logits_loss)
+    return mean_gradients(*started(layout, kind, plan), logits_loss)
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
@@ -183,7 +183,7 @@ FORGOTTEN = {
 
 def _refused(rank, world, layout, kind, plan):
     state, batches = started(layout, kind, plan)
-    wrong = None if "pp" in layout else step_gradients(state, batches, logits_loss, audit=False)
+    wrong = None if "pp" in layout else mean_gradients(state, batches, logits_loss, audit=False)
     before = full_tensors(state.model)
     step = fk.make_step(logits_loss, schedule=fk.constant(0.1))
     with pytest.raises(ValueError, match=r"^tensor parallelism \(tp 2\): ") as caught:
@@ -219,7 +219,7 @@ def _compiled(rank, world, kind, plan):
         calls.append(graph)
         return graph.forward
 
-    gradients = step_gradients(*started({"tp": 2}, kind, plan, backend), logits_loss)
+    gradients = mean_gradients(*started({"tp": 2}, kind, plan, backend), logits_loss)
     assert calls
     return gradients
 
@@ -307,7 +307,7 @@ def _edges(rank, world):
     with pytest.raises(ValueError, match=r"the gradient of 'layers\.0\.act\.weight' differs"):
         fk.accumulate(state, [draw_batch(0)], logits_loss)
     # Dropout that evaluation does not end passes: all tensor-parallel ranks draw it alike.
-    step_gradients(*started({"tp": 2}, "noisy", FEED), logits_loss)
+    mean_gradients(*started({"tp": 2}, "noisy", FEED), logits_loss)
 
 
 def test_weights_of_zero_hide_nothing_and_noise_is_no_difference():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import first_of
-from lab import full_tensors, reference_gradients, relative_error, step_gradients
+from lab import full_tensors, mean_gradients, reference_gradients, relative_error
 from ranks import run_ranks
 from run.huggingface_models import MODELS, MORE, SIZES, save_model, some_ids
 from safetensors.torch import load_file
@@ -190,7 +190,7 @@ def _gradients(rank, world, kind, layout):
     model = fk.parallelize(filled(kind), mesh)
     state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
     batches = [batch.chunk(data_world)[data_rank] for batch in micro_batches(0)]
-    return step_gradients(state, batches, LOSSES[kind])
+    return mean_gradients(state, batches, LOSSES[kind])
 
 
 @pytest.mark.parametrize(

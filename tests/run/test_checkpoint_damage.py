@@ -67,6 +67,14 @@ MANIFESTS = {
         lambda folder: rewrite(folder, lambda manifest: manifest.update(step=1)),
         "says step 1, so the directory was renamed",
     ),
+    "a file elsewhere": (
+        lambda folder: rewrite(folder, lambda manifest: manifest.update(folder="../../b")),
+        "names a file outside the checkpoint: '../../b'",
+    ),
+    "a count below zero": (
+        lambda folder: rewrite(folder, lambda manifest: manifest["fields"].update(samples=-4)),
+        "has a step or a number of samples below zero",
+    ),
 }
 
 

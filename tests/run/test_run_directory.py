@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 import signal
@@ -90,6 +91,7 @@ def test_what_the_library_refuses_in_set_up_exits_2_with_its_message_alone(
 OUTS = {
     "nothing": ("", 'out is empty; name a file or folder. "." is the current folder.'),
     "below a file": ("file/run", "file/run cannot be a run directory: Not a directory."),
+    "a FIFO in it": (".", "metrics.jsonl is not a file, and a run keeps one of that name."),
 }
 
 
@@ -97,11 +99,12 @@ OUTS = {
 def test_a_directory_that_cannot_be_a_run_exits_2(out, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
+    os.mkfifo("metrics.jsonl")
     with pytest.raises(SystemExit) as stop, fk.open_run(out, {}):
         raise AssertionError("no run can be there")
     assert stop.value.code == 2
     assert re.match(f"error: {message}", capsys.readouterr().err)
-    assert [path.name for path in tmp_path.rglob("*")] == ["file"]
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "metrics.jsonl"]
 
 
 def test_a_rank_that_cannot_be_exits_2_without_a_run(tmp_path, monkeypatch, capsys):
