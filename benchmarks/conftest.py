@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pool
 import pytest
-import ranks
 import torch
 from pairs import Times, machine
 from rich.console import Console
 from rich.table import Table
 
-ranks.start()  # before torch computes anything in this process
-
-
-def pytest_sessionfinish() -> None:
-    ranks.stop()
+pool.start()
 
 
 class Tape:

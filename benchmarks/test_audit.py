@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from bare import Size
 from pairs import Times, band, ratio, take_turns
-from ranks import run_ranks
+from pool import run_ranks
 from torch import nn
 
 import forgekit as fk

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from bare import Size
 from pairs import Times, band, ratio, take_turns
-from ranks import run_ranks
+from pool import run_ranks
 
 import forgekit as fk
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pairs import Times, band, ratio
-from ranks import run_ranks
+from pool import run_ranks
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 

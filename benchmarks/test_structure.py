@@ -14,7 +14,7 @@ from bare import Size, bare_loss, bare_step, head_loss, loss_fn, our_head_step, 
 from device.pretend import NAME, watching
 from dry_run import SEVEN_BILLION, dry_run
 from pairs import band, ratio, take_turns
-from ranks import run_ranks
+from pool import run_ranks
 from structure import Counted, saving
 from torch._dynamo.utils import counters
 

@@ -1,8 +1,4 @@
-"""Starts the pool of ranks before torch computes anything in this process.
-
-Under pytest-xdist each worker has its own, and the process that hands out the tests has none; it
-starts the one from which all of them fork recipes.
-"""
+"""Starts the pool from which tests fork ranks and recipes; workers of pytest-xdist share one."""
 
 from __future__ import annotations
 
@@ -13,8 +9,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pool
 import pytest
-import shells
 from _pytest.doctest import DoctestModule
 
 pytest.register_assert_rewrite("runs")  # here, before the first folder that imports it
@@ -35,36 +31,21 @@ _HERE = Path(__file__).parent
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the pool; what is imported before, its processes need not import again.
+    """Start the pool, and hear signals that a job in the background or under nohup would ignore.
 
-    What they write is captured with what the process of a test itself writes. Signals that a job in
-    the background or under nohup would ignore are heard, for its children inherit that.
+    Its children inherit that.
     """
     # Compiled files are kept: else each worker would rewrite and compile all tests again.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    if not hasattr(config, "workerinput"):  # workers of pytest-xdist share what it started
+        pool.start()
     if config.getoption("numprocesses", None):
-        shells.start()
         return
-    import ranks
     import torch
-    import torch._dynamo
-    import torch._functorch.partitioners
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp
-    import torch.distributed.pipelining
 
-    import forgekit
-
-    for name in forgekit.__all__:  # each is imported when it is first asked for
-        getattr(forgekit, name)
-    capture = config.pluginmanager.getplugin("capturemanager")
-    capture.resume_global_capture()
-    ranks.start()
-    capture.suspend_global_capture()
-    config.add_cleanup(ranks.stop)
     config.pluginmanager.register(_Examples())  # for the package too, beside which this file is not
     torch.set_num_threads(1)
 

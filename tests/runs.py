@@ -23,8 +23,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+from pool import Forked
 from safetensors.torch import load_file
-from shells import Forked
 
 import forgekit as fk
 from forgekit.cli import recipes_folder
@@ -97,7 +97,7 @@ class Job:
         command: The command, or a recipe and its arguments if it is forked.
         log: File for what its processes write.
         cwd: Folder to start in.
-        forked: Number of ranks to fork instead of starting a command: processes that ``shells``
+        forked: Number of ranks to fork instead of starting a command: processes that ``pool``
             forks with what torchrun tells its ranks.
         variables: Further variables of their environment.
 

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 from covering import some_of
-from ranks import run_ranks
+from pool import run_ranks
 
 from forgekit.cli import main
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lab import SPEC, logits_loss
-from ranks import run_ranks
+from pool import run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk

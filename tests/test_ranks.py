@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lab import SPEC
-from ranks import MOST_THREADS, RankError, run_ranks
+from pool import MOST_THREADS, RankError, run_ranks
 
 import forgekit as fk
 

@@ -22,7 +22,7 @@ import pytest
 from agents import VARIABLES, Agents, rows_by_step, stretches
 from chaos.scene import MOST_LOST, Life
 from chaos.survival import Outcome
-from ranks import run_again
+from pool import run_again
 from runs import Job, arguments, assert_same_run, last_step, saved_step, status_of
 
 import forgekit as fk

@@ -8,7 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from pool import run_ranks
 
 from forgekit.data.packing import cached_bins, open_bins, pack
 from forgekit.data.token_files import write_tokens

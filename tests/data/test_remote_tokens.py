@@ -14,7 +14,7 @@ import pytest
 import s3fs
 import torch
 from buckets import open_bucket
-from ranks import run_ranks
+from pool import run_ranks
 from runs import arguments, rows_of, run_here
 
 import forgekit as fk

@@ -15,7 +15,7 @@ from distributed.compare import check
 from distributed.matrix import Cell
 from distributed.models import LOSSES, SCHEDULES
 from flash_kernels import flash_kernels
-from ranks import run_ranks
+from pool import run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk

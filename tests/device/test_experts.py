@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from device.pretend import NAME, watching
 from parallel.test_expert_layouts import MOE, POSITIONS, build, data_ranks, loss_fn, rows, split
-from ranks import run_again
+from pool import run_again
 from tensordict import TensorDict
 from torch import float32
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gpu
 from device.pretend import NAME
-from ranks import run_ranks
+from pool import run_ranks
 
 import forgekit as fk
 

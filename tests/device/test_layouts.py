@@ -8,7 +8,7 @@ from distributed.cells import LaidOut, lay_out, merge, own_batches, run_cell
 from distributed.compare import check
 from distributed.matrix import LAYOUTS, Cell
 from distributed.models import LOSSES, SCHEDULES
-from ranks import run_again
+from pool import run_again
 from tensordict import TensorDict
 
 import forgekit as fk

@@ -11,7 +11,7 @@ import torch
 from device.pretend import NAME, PEAK, watching
 from distributed.models import adamw
 from lab import SPEC, full_tensors, relative_error
-from ranks import run_ranks
+from pool import run_ranks
 from tensordict import TensorDict
 from torch import nn
 

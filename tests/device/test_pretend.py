@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device.pretend import NAME, watching
-from ranks import RankError, run_ranks
+from pool import RankError, run_ranks
 from torch.distributed.tensor import DTensor
 
 SETUP = "device.pretend:install"

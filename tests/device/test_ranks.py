@@ -11,7 +11,7 @@ from distributed.cells import lay_out, own_batches
 from distributed.matrix import Cell
 from distributed.models import LOSSES
 from lab import SPEC, full_tensors, global_batch, head_loss, relative_error
-from ranks import run_ranks
+from pool import run_ranks
 
 import forgekit as fk
 from forgekit.run.health import Health

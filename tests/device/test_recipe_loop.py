@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from device.pretend import watching
-from ranks import run_ranks
+from pool import run_ranks
 from runs import arguments, rows_of, run_here
 
 import forgekit as fk

@@ -17,7 +17,7 @@ from distributed.experts import balance_of
 from distributed.matrix import Cell
 from distributed.models import BUILDERS, LOSSES, MAX_NORM, SCHEDULES, build_model, prefer
 from lab import full
-from ranks import run_again
+from pool import run_again
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 

@@ -19,13 +19,9 @@ HEAD = """\
 def main() -> None:
     """Run some cells of every layout and write the worst error of each."""
     sys.path.insert(0, str(TESTS))
-    import ranks
-
-    ranks.start()
     from distributed.matrix import LAYOUTS
 
     TARGET.write_text(HEAD + "".join(_row(layout) for layout in LAYOUTS))
-    ranks.stop()
 
 
 def _row(layout: str) -> str:

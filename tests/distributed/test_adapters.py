@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from adapted import adapted_weights, batches_of, build, head_loss, loss_fn, move
 from lab import alone, full, lay_out, mean_gradients
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 
 import forgekit as fk
 

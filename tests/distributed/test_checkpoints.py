@@ -8,7 +8,7 @@ from covering import first_of, some_of
 from distributed.cells import LaidOut, lay_out, merge, own_batches
 from distributed.matrix import LAYOUTS, Cell
 from distributed.models import logits_loss
-from ranks import run_again
+from pool import run_again
 
 import forgekit as fk
 

@@ -10,7 +10,7 @@ from distributed.cells import lay_out, own_batches
 from distributed.collectives import Collectives
 from distributed.matrix import LAYOUTS, SINGLE, Cell, Row
 from distributed.models import logits_loss
-from ranks import run_again
+from pool import run_again
 
 import forgekit as fk
 

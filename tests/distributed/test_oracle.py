@@ -24,7 +24,7 @@ from distributed.matrix import (
     routed_default,
 )
 from distributed.reference import expect
-from ranks import RankError
+from pool import RankError
 
 CELLS_OF_A_JOB = 16
 pytestmark = pytest.mark.timeout(400)

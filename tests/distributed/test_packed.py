@@ -10,7 +10,7 @@ import pytest
 import torch
 from adapted import batches_of, loss_fn, move
 from lab import full, lay_out, mean_gradients
-from ranks import run_again
+from pool import run_again
 
 import forgekit as fk
 

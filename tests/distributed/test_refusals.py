@@ -12,7 +12,7 @@ from distributed.batches import VOCABULARY
 from distributed.matrix import LAYOUTS, Row
 from distributed.models import logits_loss, spec_of
 from lab import full_tensors, is_kept, lay_out
-from ranks import run_ranks
+from pool import run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk

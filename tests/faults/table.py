@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 from faults.planting import Plant, nothing
-from ranks import RankError, run_ranks
+from pool import RankError, run_ranks
 
 __all__ = [
     "FAR",

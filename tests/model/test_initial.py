@@ -11,7 +11,7 @@ import pytest
 import torch
 from covering import in_turn, some_of
 from lab import SPEC, full_tensors
-from ranks import run_again
+from pool import run_again
 from torch import nn
 
 import forgekit as fk

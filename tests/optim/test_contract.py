@@ -18,7 +18,7 @@ from optim.optimizers import (
     parameters_of,
     step_with,
 )
-from ranks import run_again
+from pool import run_again
 from tensordict import TensorDict
 
 import forgekit as fk

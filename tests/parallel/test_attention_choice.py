@@ -10,7 +10,7 @@ from distributed.cells import merge, run_cells
 from distributed.compare import check
 from distributed.matrix import Cell
 from flash_kernels import flash_kernels
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import first_of
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from torch import Tensor, nn
 
 import forgekit as fk

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lab import full_tensors, relative_error
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from covering import first_of
 from lab import full, full_tensors, relative_error
-from ranks import run_ranks
+from pool import run_ranks
 from steps.test_experts import balance, is_same, loss_fn, routed, rows, split
 
 import forgekit as fk

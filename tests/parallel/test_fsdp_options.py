@@ -15,7 +15,7 @@ from lab import (
     reference_gradients,
     relative_error,
 )
-from ranks import run_again
+from pool import run_again
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk

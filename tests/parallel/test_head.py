@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from lab import Watch, mean_gradients, reference_gradients, relative_error
 from parallel.test_transformers_models import build
-from ranks import run_again
+from pool import run_again
 from tensordict import TensorDict
 from torch import Tensor, nn
 

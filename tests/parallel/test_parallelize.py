@@ -11,7 +11,7 @@ import pytest
 import torch
 from covering import in_turn
 from lab import SPEC, Watch, full_tensors, relative_error
-from ranks import run_again
+from pool import run_again
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 

@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 from lab import SPEC
-from ranks import run_ranks
+from pool import run_ranks
 from torch import nn
 
 import forgekit as fk

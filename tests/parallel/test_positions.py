@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from covering import in_turn
 from lab import full_tensors, mean_gradients, reference_gradients, relative_error
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from covering import in_turn
 from lab import SPEC, Watch, full_tensors, relative_error
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from covering import first_of
 from lab import full_tensors, mean_gradients, reference_gradients, relative_error
-from ranks import run_ranks
+from pool import run_ranks
 from run.huggingface_models import MODELS, MORE, SIZES, save_model, some_ids
 from safetensors.torch import load_file
 from tensordict import TensorDict

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from pool import run_ranks
 from runs import (
     results,
     rows_of,

@@ -21,8 +21,8 @@ from unittest import mock
 
 import pytest
 import yaml
+from pool import Forked
 from runs import arguments, last_step, rows_of, saved_step, status_of
-from shells import Forked
 from torch.distributed.run import get_args_parser
 
 from forgekit.cli import recipes_folder

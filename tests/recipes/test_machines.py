@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import some_of
-from ranks import run_ranks
+from pool import run_ranks
 from runs import load_recipe
 from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from lab import full_tensors, logits_loss
-from ranks import run_ranks
+from pool import run_ranks
 from runs import arguments, rows_of, run_here, saved_step, status_of
 
 import forgekit as fk

@@ -7,8 +7,8 @@ import signal
 import time
 
 import pytest
+from pool import open_shell
 from runs import TINY, assert_same_run, last_step, rows_of, saved_step, status_of
-from shells import open_shell
 
 from forgekit.cli import recipes_folder
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import RankError, run_ranks
+from pool import RankError, run_ranks
 from redis import Redis
 from redis.exceptions import ConnectionError as AwayError
 from rollouts import lives

@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 from lab import SPEC, full_tensors, relative_error
-from ranks import RankError, run_again, run_ranks
+from pool import RankError, run_again, run_ranks
 from rollouts.answers import build_state
 from torch import Tensor, nn
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_again
+from pool import run_again
 from redis import Redis
 from rollouts.answers import VOCABULARY, build_state, loss_fn, message, numbers
 

@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 from lab import SPEC, build_state, full_tensors, global_batch, head_loss
-from ranks import RankError, run_again, run_ranks
+from pool import RankError, run_again, run_ranks
 from safetensors import safe_open
 from safetensors.torch import save_file
 

@@ -13,7 +13,7 @@ import torch
 from adapted import build, move
 from covering import first_of, some_of
 from lab import full_tensors, relative_error
-from ranks import run_ranks
+from pool import run_ranks
 from run.huggingface_models import logits_of, make_model, some_ids
 from safetensors.torch import load_file, save_file
 from saved import assert_same

@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 from lab import full_tensors
-from ranks import run_ranks
+from pool import run_ranks
 from tensordict import TensorDict
 from torch import nn
 

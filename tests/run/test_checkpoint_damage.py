@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch.distributed as dist
 from covering import one_at_a_time
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from saved import assert_same, build, edit, everything, rewrite, truncate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -9,7 +9,7 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-from ranks import run_again
+from pool import run_again
 from safetensors.torch import load_file
 from saved import build as build_plain
 from saved import save

@@ -7,7 +7,7 @@ from itertools import chain
 import pytest
 import torch
 from lab import train
-from ranks import run_ranks
+from pool import run_ranks
 from saved import assert_same, everything, momentum
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lab import train
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from saved import adamw, assert_same, build, everything, momentum
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

@@ -8,7 +8,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from lab import train
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from saved import assert_same, build, everything, save
 
 import forgekit as fk

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lab import full
-from ranks import run_again
+from pool import run_again
 from torch import nn
 
 import forgekit as fk

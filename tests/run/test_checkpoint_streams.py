@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from crash_states import recorded, replay
-from ranks import run_again
+from pool import run_again
 from saved import everything
 from torch import nn
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from lab import SPEC, full_tensors, logits_loss, reference_gradients, relative_error
-from ranks import RankError, run_again, run_ranks
+from pool import RankError, run_again, run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk

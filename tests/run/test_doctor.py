@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from ranks import run_ranks
+from pool import run_ranks
 
 from forgekit import doctor
 from forgekit.cli import main

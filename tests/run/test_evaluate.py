@@ -20,7 +20,7 @@ from lab import (
     reference_gradients,
     relative_error,
 )
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk

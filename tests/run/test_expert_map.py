@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from ranks import run_ranks
+from pool import run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from ranks import run_ranks
+from pool import run_ranks
 from run.huggingface_models import MODELS, SIZES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -14,7 +14,7 @@ import attrs
 import pytest
 import replica_rank
 import torch
-from ranks import run_ranks
+from pool import run_ranks
 
 import forgekit as fk
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from device.pretend import NAME, watching
 from lab import SPEC, full_tensors, logits_loss, reference_gradients
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 

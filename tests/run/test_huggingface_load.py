@@ -7,7 +7,7 @@ import pytest
 import torch
 from covering import some_of
 from lab import full, relative_error
-from ranks import run_again
+from pool import run_again
 from run.huggingface_models import EXPORTED, MODELS, load, logits_of, save_model, some_ids
 
 import forgekit as fk

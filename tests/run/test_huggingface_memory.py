@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from ranks import run_ranks
+from pool import run_ranks
 
 import forgekit as fk
 from forgekit.huggingface import load
@@ -73,7 +73,7 @@ def _measure(rank, world, sizes, directory):
 def test_the_peak_is_the_shards_and_the_largest_tensor(sizes, tmp_path):
     write_random(tmp_path)
     whole = (tmp_path / SINGLE).stat().st_size
-    for shards, largest, grown in run_ranks(_measure, 2, sizes, tmp_path, setup="ranks:fresh"):
+    for shards, largest, grown in run_ranks(_measure, 2, sizes, tmp_path, setup="pool:fresh"):
         assert shards < 0.7 * whole
         assert 3 * largest < whole - shards
         assert grown < 2 * largest, (shards, largest, grown)

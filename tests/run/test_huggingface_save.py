@@ -12,7 +12,7 @@ import pytest
 import torch
 from covering import some_of
 from lab import full, full_tensors, relative_error
-from ranks import run_ranks
+from pool import run_ranks
 from run.huggingface_models import (
     EXPORTED,
     MODELS,

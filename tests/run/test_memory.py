@@ -12,7 +12,7 @@ from itertools import islice
 
 import pytest
 import torch
-from ranks import run_ranks
+from pool import run_ranks
 
 import forgekit as fk
 from forgekit.run.health import Health

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
+from pool import run_ranks
 from runs import saved_step
 from tensordict import TensorDict
 from torch.distributed.tensor.debug import CommDebugMode

@@ -14,7 +14,7 @@ import torch
 from buckets import FAULTS, open_bucket
 from covering import some_of
 from fsspec.implementations.memory import MemoryFileSystem
-from ranks import run_ranks
+from pool import run_ranks
 
 import forgekit as fk
 from forgekit.metrics.records import RowFile

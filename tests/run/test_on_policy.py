@@ -13,7 +13,7 @@ import pytest
 import torch
 from covering import in_turn
 from lab import SPEC, build_state, full_tensors, global_batch, head_loss, relative_error
-from ranks import run_again
+from pool import run_again
 from torch.nn.utils.rnn import pad_sequence
 
 import forgekit as fk

@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import attrs
 import pytest
-import ranks
 import torch
 import torch.distributed as dist
 from plan_cells import (
@@ -31,7 +30,7 @@ from plan_cells import (
     run_cells,
     setup,
 )
-from ranks import run_ranks
+from pool import run_ranks
 from rich.console import Console
 from tensordict import TensorDict
 from test_hops import watched
@@ -232,7 +231,7 @@ M_MMAP_THRESHOLD = -3
 @pytest.mark.parametrize("options", [{}, {"activation_checkpoint": "full"}], ids=str)
 def test_the_peak_of_a_plan_is_that_of_a_process(options):
     cell = Cell(name="", world=1, sizes={}, shape=BIG, options=options)
-    (real,) = run_ranks(peak_of_run, 1, cell, setup=f"{ranks.__name__}:fresh")
+    (real,) = run_ranks(peak_of_run, 1, cell, setup="pool:fresh")
     (planned,) = plan_ranks(job_of(cell))
     assert planned.memory["peak"] == pytest.approx(real, rel=0.02)
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from device.pretend import NAME
-from ranks import run_ranks
+from pool import run_ranks
 from tensordict import TensorDict
 from torch.autograd import DeviceType
 from torch.profiler import record_function

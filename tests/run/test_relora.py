@@ -6,7 +6,7 @@ import pytest
 import torch
 from adapted import batches_of, build, loss_fn, move
 from lab import full
-from ranks import run_again
+from pool import run_again
 
 import forgekit as fk
 from forgekit.run import relora

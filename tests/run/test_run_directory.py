@@ -20,7 +20,7 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from pool import run_ranks
 from torch import nn
 
 import forgekit as fk

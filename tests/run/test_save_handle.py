@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch.distributed as dist
 from lab import train
-from ranks import run_ranks
+from pool import run_ranks
 from saved import assert_same, build, everything
 
 import forgekit as fk

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ranks import run_again
+from pool import run_again
 from tensordict import TensorDict
 from torch import nn
 

@@ -11,7 +11,7 @@ from itertools import islice
 
 import pytest
 import torch
-from ranks import run_ranks
+from pool import run_ranks
 from runs import launch
 from tensordict import TensorDict
 

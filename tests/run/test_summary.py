@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import attrs
 import torch
-from ranks import run_ranks
+from pool import run_ranks
 
 import forgekit as fk
 from forgekit.metrics.flops import Flops

@@ -9,7 +9,7 @@ import pytest
 import replica_rank
 import torch
 from lab import full
-from ranks import run_again
+from pool import run_again
 
 import forgekit as fk
 from forgekit.replicas.transfer import find_other, parts_of, take_parts

@@ -22,7 +22,7 @@ from lab import (
     relative_error,
     vectors,
 )
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.tensor import Replicate

@@ -9,7 +9,7 @@ import pytest
 import torch
 from covering import in_turn
 from lab import MICRO_BATCHES, SPEC, build_state, full_tensors, global_batch, is_kept, lay_out
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from torch import Tensor
 
 import forgekit as fk

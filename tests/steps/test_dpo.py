@@ -14,7 +14,7 @@ import pytest
 import torch
 from covering import first_of
 from lab import full, lay_out
-from ranks import run_ranks
+from pool import run_ranks
 from steps import trl_figures
 from steps.preferences import SPEC, expected, rows
 from torch.func import functional_call

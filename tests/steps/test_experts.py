@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lab import Watch, full, lay_out, relative_error
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk

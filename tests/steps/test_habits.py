@@ -6,7 +6,7 @@ import pytest
 import torch
 from covering import in_turn
 from lab import alone, full_tensors, is_kept, lay_out, mean_gradients, relative_error
-from ranks import run_again
+from pool import run_again
 from tensordict import TensorDict
 from torch import nn
 

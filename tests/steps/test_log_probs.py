@@ -9,7 +9,7 @@ import attrs
 import pytest
 import torch
 from lab import SPEC, Watch, full, global_batch, lay_out
-from ranks import run_again
+from pool import run_again
 from steps.projections import HIDDEN, LABELS, MASKED, PLACES, ROWS, WEIGHT, draw
 from tensordict import TensorDict
 from torch import Tensor

@@ -19,7 +19,7 @@ from lab import (
     reference_gradients,
     relative_error,
 )
-from ranks import run_again
+from pool import run_again
 from torch import nn
 
 import forgekit as fk

@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 from lab import SPEC, alone, full, global_batch, lay_out
-from ranks import run_again
+from pool import run_again
 from tensordict import TensorDict
 from torch import Tensor, nn
 

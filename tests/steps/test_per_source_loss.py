@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import in_turn
-from ranks import run_again
+from pool import run_again
 from tensordict import TensorDict
 
 import forgekit as fk

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from covering import first_of, in_turn
 from lab import full_tensors, lay_out, relative_error
-from ranks import RankError, run_again, run_ranks
+from pool import RankError, run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 

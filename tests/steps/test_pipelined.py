@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from covering import first_of, in_turn
 from lab import SPEC, full_tensors, lay_out, relative_error
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import fully_shard

@@ -23,7 +23,7 @@ from lab import (
     reference_gradients,
     relative_error,
 )
-from ranks import run_again
+from pool import run_again
 
 import forgekit as fk
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from lab import alone, full, full_tensors, is_kept, lay_out, mean_gradients, relative_error, vectors
-from ranks import run_again
+from pool import run_again
 from torch import nn
 
 import forgekit as fk

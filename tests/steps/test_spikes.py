@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from lab import alone, lay_out
-from ranks import run_ranks
+from pool import run_ranks
 from tensordict import TensorDict
 from torch import nn
 

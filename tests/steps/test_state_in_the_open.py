@@ -11,7 +11,7 @@ import torch
 from covering import first_of, some_of
 from distributed.experts import Routed
 from lab import SPEC, lay_out
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from tensordict import TensorDict
 from torch import Tensor
 

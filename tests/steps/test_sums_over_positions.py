@@ -21,7 +21,7 @@ from lab import (
     mean_gradients,
     relative_error,
 )
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk

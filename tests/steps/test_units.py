@@ -7,7 +7,7 @@ import pytest
 import torch
 from covering import some_of
 from lab import SPEC, build_state, full, global_batch, lay_out, logits_loss, reference_gradients
-from ranks import run_again
+from pool import run_again
 
 import forgekit as fk
 

@@ -17,7 +17,7 @@ from lab import (
     reference_gradients,
     relative_error,
 )
-from ranks import run_again, run_ranks
+from pool import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import fully_shard

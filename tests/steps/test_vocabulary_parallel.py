@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lab import SPEC, Watch, global_batch, lay_out
-from ranks import run_again
+from pool import run_again
 from steps.projections import DIM, HIDDEN, LABELS, MASKED, VOCAB, WEIGHT, draw
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
