@@ -102,8 +102,8 @@ def accumulate(
         and the samples consumed globally.
 
     Raises:
-        TypeError: If a batch is no TensorDict, the model returns one, or ``loss_fn`` returns no
-            ``Loss``.
+        TypeError: If a batch is no TensorDict, the model returns one in a run's first step, or
+            ``loss_fn`` returns no ``Loss``.
         ValueError: If there is no micro-batch, the loss does not depend on the parameters, ranks
             run different modules, a sharded parameter has a gradient hook, the optimizer holds
             one that is not sharded, or the gradients of ``onto`` are not there any more. Whatever

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import attrs
@@ -406,9 +406,9 @@ def _summed_keys(totals: Totals) -> list[Any]:
     return sorted((key for key in totals.flat if key != "loss_scale"), key=str)
 
 
-def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters that an optimizer holds, in the order of its groups."""
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _gradient_square(state: TrainState) -> Tensor:

@@ -114,7 +114,7 @@ def _rescale(
 
 
 def _step_optimizer(optimizer: Optimizer, correction: Correction) -> None:
-    device = _first_parameter(optimizer).device
+    device = parameters_of(optimizer)[0].device
     if correction.finite.device != device:
         # The host's optimizer cannot read the accelerator's memory: with CPU offload this waits.
         correction = Correction(*(value.to(device) for value in correction))
@@ -153,7 +153,7 @@ def _step_fused(optimizer: Optimizer, correction: Correction) -> None:
     # The kernel divides by grad_scale. Where the step is bad the factor is 0 and nothing is read.
     factor, found_inf = correction.factor, correction.factor.new_empty((), dtype=torch.float32)
     optimizer.found_inf = torch.logical_not(correction.finite, out=found_inf)  # pyright: ignore[reportAttributeAccessIssue]
-    if _first_parameter(optimizer).dtype == torch.float64:
+    if parameters_of(optimizer)[0].dtype == torch.float64:
         # A float32 grad_scale would round the factor more than the gradients.
         _multiply_gradients(optimizer, factor)
     else:
@@ -162,10 +162,6 @@ def _step_fused(optimizer: Optimizer, correction: Correction) -> None:
         optimizer.step()
     finally:
         optimizer.grad_scale = optimizer.found_inf = None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _first_parameter(optimizer: Optimizer) -> Tensor:
-    return next(parameters_of(optimizer))
 
 
 def _multiply_gradients(optimizer: Optimizer, factor: Tensor) -> None:
