@@ -72,7 +72,7 @@ def document_log_probs(values: Tensor, labels: Tensor, doc_ids: Tensor) -> Docum
         Sums and counts of each document.
 
     Raises:
-        ValueError: If ``values`` has another shape.
+        ValueError: If ``values`` or ``doc_ids`` have another shape.
         TypeError: If the dtype of the labels cannot hold every id of the vocabulary.
 
     Examples:
@@ -81,6 +81,7 @@ def document_log_probs(values: Tensor, labels: Tensor, doc_ids: Tensor) -> Docum
         >>> scores.sums.numpy().round(4), scores.counts.tolist()
         (array([[-1.3863, -1.3863,  0.    ]]), [[1, 1, 0]])
     """
+    check_shapes("doc_ids", doc_ids[..., None], labels)  # rows would be left out, silently
     labels = labels.masked_fill(doc_ids < 0, IGNORED)
     if values.ndim == labels.ndim:
         check_shapes("log_probs", values[..., None], labels)  # another shape would be broadcast

@@ -262,6 +262,9 @@ def test_a_reference_that_is_none_is_refused():
             refuses(model)
         with pytest.raises(ValueError, match="reference is the model that is trained, so margins"):
             refuses(model, reference=model)
+    logits, shorter = torch.zeros(4, 24, 40), batch["doc_ids"][:1]
+    with pytest.raises(ValueError, match=r"doc_ids has shape \(1, 24, 1\) and labels \(4, 24\)"):
+        fk.document_log_probs(logits, batch["labels"], shorter)
 
 
 def refuse(rank, world):
