@@ -22,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
+from forgekit.checks import parse_json
 from forgekit.devices import devices_here
 from forgekit.environment import identity
-from forgekit.files import sync
+from forgekit.files import read_regular, sync
 from forgekit.mesh import build_mesh, shutdown
+from forgekit.run.status import is_running
 from forgekit.verification.local_ranks import LocalRankError, run_local_ranks
 
 GIB = 2**30
@@ -91,6 +93,7 @@ def check_folder(directory: Path) -> Iterator[Check]:
         remedy = "Make it a folder that can be written, or choose another out=."
         yield Check("writable", "BAD", f"{error.strerror}: {there}. {remedy}")
         return
+    yield from _run_in(directory)
     other = "Make room, if it is full. Checkpoints need it: choose an out= on another file system."
     lock = "See to it yourself that no second run writes into the directory."
     try:
@@ -98,6 +101,18 @@ def check_folder(directory: Path) -> Iterator[Check]:
         yield _tried("lock", lambda: _lock(folder), lock, otherwise="note")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_in(directory: Path) -> Iterator[Check]:
+    """Whether a run goes on in a directory, ended, or was killed, as its status and lock say."""
+    with suppress(OSError, ValueError):
+        status = parse_json(read_regular(directory / "status.json"))["status"]
+        if is_running(directory):
+            yield Check("run", "note", "one goes on in this directory; a second one is refused.")
+        elif status == "running":
+            yield Check("run", "note", "one was killed here; its own command resumes it.")
+        else:
+            yield Check("run", "ok", f"the last one here is {status}")
 
 
 def check_two_ranks(out: Path) -> list[Check]:

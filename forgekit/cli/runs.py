@@ -147,9 +147,12 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     from forgekit.run import read_metrics
 
     try:
-        return read_metrics(path) if path.is_file() else []
+        rows = read_metrics(path) if path.is_file() else []
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
+    if wrong := [row["step"] for row in rows if not isinstance(row["step"], int)]:
+        raise UsageError(f"{path} has the step {wrong[0]!r}. Repair or delete that line.")
+    return rows
 
 
 def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) -> Replay:
@@ -167,7 +170,10 @@ def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) 
         out = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         config = _config_of(options.run, recipe)
         _link_checkpoints(options.run, before=step, out=out)
-        built = build(recipe, attrs.evolve(config, out=out))
+        try:
+            built = build(recipe, attrs.evolve(config, out=out))
+        except SystemExit as stop:
+            raise UsageError(f"setup of {script} called sys.exit({stop.code!r}).") from None
         state, loader = built.state, built.loader
         for part in (loader, getattr(built, "stop", None)):
             if hasattr(part, "__exit__"):
@@ -205,6 +211,8 @@ def _config_of(run: Path, recipe: ModuleType) -> Any:
     path = run / "config.json"
     try:
         tree = parse_json(read_regular(path))
+        if not isinstance(tree, dict):
+            raise ValueError(f"it holds a {type(tree).__name__}")
         return structure(recipe.Config, tree | ({"mesh": {}} if "mesh" in tree else {}))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} does not fit {recipe.__file__}: {error}") from None

@@ -125,13 +125,9 @@ def test_a_configuration_without_a_bound_is_strict_json_and_is_read_back(run):
 
 
 DAMAGED = {
-    "steps that are none": (
-        "metrics.jsonl",
-        b'[1]\n{"step": 2}\n',
-        "line 1: .* is not a JSON object",
-    ),
+    "steps of text": ("metrics.jsonl", b'{"step": "x"}\n{"step": 2}\n', "has the step 'x'. Repair"),
     "bad steps in no encoding": ("bad_steps.jsonl", b"\xff\n{}\n", "line 1: "),
-    "no settings": ("config.json", b"\xff", "does not fit .*pretrain.py: "),
+    "a list of settings": ("config.json", b"[1]", "does not fit .*: it holds a list"),
 }
 
 
