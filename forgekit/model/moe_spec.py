@@ -19,6 +19,11 @@ Rate = Callable[[int, int | None], float]
 WEIGHT = (ge(0.0), lt(math.inf))
 
 
+def _check_rate(_spec: MoESpec, _field: Any, rate: float | Rate | None) -> None:
+    if rate is not None and not callable(rate):
+        check_numbers(bias_rate=(rate, 0))
+
+
 def _check_router(_spec: MoESpec, _field: Any, router: str) -> None:
     check_choice("router", router, ("softmax", "sigmoid"))
 
@@ -80,7 +85,7 @@ class MoESpec:
     aux_loss: float = field(default=0.0, validator=WEIGHT)
     sequence_aux_loss: float = field(default=0.0, validator=WEIGHT)
     z_loss: float = field(default=0.0, validator=WEIGHT)
-    bias_rate: float | Rate | None = None
+    bias_rate: float | Rate | None = field(default=None, validator=_check_rate)
     centered: bool = True
     selection_bias: bool | None = None
     force_balance: bool = False

@@ -222,7 +222,7 @@ def retried(
         UrlError: If the store refuses, or has not answered in time.
     """
     patience_s = PATIENCE_S if patience_s is None else patience_s
-    until, middle = time.monotonic() + patience_s, FIRST_PAUSE_S
+    began, paused, middle = time.monotonic(), 0.0, FIRST_PAUSE_S
     while True:
         if before is not None:
             before()
@@ -234,12 +234,13 @@ def retried(
             if refusal is not None:
                 raise
             pause = middle * SystemRandom().uniform(0.7, 1.3)  # no two ranks pause alike
-            if time.monotonic() + pause > until:
+            if max(paused, time.monotonic() - began) + pause > patience_s:
                 raise UrlError(
                     f"{name}: the store has failed for {patience_s:.0f} s: {_brief(error)}."
                 ) from error
             log.warning("%s: %s; next try in %.1f s", name, _brief(error), pause)
             time.sleep(pause)
+            paused += pause
             middle = min(2 * middle, LONGEST_PAUSE_S)
 
 

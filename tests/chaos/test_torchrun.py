@@ -76,6 +76,12 @@ def test_a_second_signal_to_torchrun_changes_nothing(scene, start, survived):
     survived("SIGTERM twice to torchrun", survive(scene, job, lost=0, reason="SIGTERM"))
 
 
+def test_an_interrupt_stops_the_ranks_at_one_step(scene, start):
+    job = start()
+    job.process.send_signal(signal.SIGINT)
+    survive(scene, job, lost=0, reason="SIGINT")
+
+
 def test_torchrun_passes_on_what_it_is_told_to(scene, start, survived):
     job = start(PASS_ON)
     job.process.send_signal(signal.SIGUSR1)
@@ -89,6 +95,12 @@ def test_torchrun_dies_of_what_it_does_not_know_and_its_ranks_save(scene, start,
     outcome = survive(scene, job, lost=0, reason="launcher is gone")
     assert outcome.ended == "torchrun: of SIGUSR1"
     survived("SIGUSR1 to torchrun that does not, and dies", outcome)
+
+
+def test_ranks_save_when_torchrun_is_killed(scene, start):
+    job = start()
+    job.process.kill()
+    survive(scene, job, lost=0, reason="launcher is gone")
 
 
 def test_torchrun_ends_when_a_rank_is_killed(scene, start, survived):

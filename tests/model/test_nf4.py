@@ -198,8 +198,8 @@ REFUSED = [
     (lambda: fk.add_lora(small(), base="int4"), r"base is 'int4'; it is one of \"nf4\"\."),
     (
         lambda: read_plan(fk.add_lora(small(), targets="*.query", base="nf4"), 2),
-        r"'layers\.0\.attention\.query' is packed \(add_lora\(base=\"nf4\"\)\), and a packed "
-        r"matrix is sharded by FSDP alone, not by style 'colwise'\. Use tp=1, or leave base out\.",
+        r"'layers\.0\.attention\.query' is packed \(add_lora\(base=\"nf4\"\)\), which FSDP alone "
+        r"can shard, not style 'colwise'\. Use tp=1, or leave base out\.",
     ),
     (
         lambda: relora(_after_a_step(fk.add_lora(small(), targets="*.query", base="nf4")), every=1),

@@ -689,7 +689,7 @@ def test_a_sweep_ranks_layouts(capsys):
     }
     assert set(by_layout) == {("dp_shard",), ("dp_replicate",), ("pp",), ("tp",)}
     invalid, left_out = by_layout.pop(("tp",)), by_layout.pop(("dp_replicate",))
-    assert "key and value heads too. Change their numbers" in invalid["refused"]
+    assert "is 1, which tp 2 must divide" in invalid["refused"]
     reason = "not planned: dp_shard=2, with more shards, does not wait"
     assert left_out["refused"].startswith(reason)
     found = list(by_layout.values())

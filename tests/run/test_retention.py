@@ -87,7 +87,7 @@ def write_folders(root, manifests):
             (folder / "manifest.json").write_bytes(b"{}")
         elif metric != "missing":
             content = {"step": step, "metric": metric, "run": "a", "format": 3}
-            content |= {"folder": "", "files": {}}
+            content |= {"folder": "", "files": {}, "fields": {"step": step, "samples": 0}}
             (folder / "manifest.json").write_bytes(directory.format_manifest(content))
 
 

@@ -107,6 +107,20 @@ def test_a_directory_that_cannot_be_a_run_exits_2(out, message, tmp_path, monkey
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "metrics.jsonl"]
 
 
+def test_a_directory_in_use_exits_1_and_is_left_as_it_is(tmp_path, capsys):
+    with fk.open_run(tmp_path, {"first": True}) as run:
+        run.start(create(), every=1).close()
+        before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+        with pytest.raises(SystemExit) as raised, fk.open_run(tmp_path, {"first": False}):
+            raise AssertionError("two runs in one directory")
+        assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+        run.end(create(step=1))
+    assert raised.value.code == 1
+    assert f"error: {tmp_path} is in use by pid" in capsys.readouterr().err
+    with fk.open_run(tmp_path, {"first": False}):
+        pass
+
+
 def test_a_rank_that_cannot_be_exits_2_without_a_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
