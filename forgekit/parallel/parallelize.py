@@ -31,6 +31,8 @@ from forgekit.parallel.activation_checkpoint import (
 )
 from forgekit.parallel.agreement import check_alike, exchange
 from forgekit.parallel.context.context_parallel import (
+    ChosenAttention,
+    Context,
     ContextParallel,
     apply_context,
     choose_attention,
@@ -123,12 +125,7 @@ def parallelize(
     options = {name: value for name, value in locals().items() if name not in ("model", "mesh")}
     is_wrapped = mesh.size() > 1 or precision != "fp32" or cpu_offload
     # What can be refused is refused here, on all ranks alike, before process groups are made.
-    _check_ranks(model, mesh, options)
-    path, layers = _find_blocks(model, blocks)
-    _check_options(model, mesh, layers, options)
-    _check_model(model, layers if is_wrapped else [])
-    if batch_invariant or is_batch_invariant(model):
-        _make_batch_invariant(model, mesh, options)
+    path, layers = _check(model, mesh, options, is_wrapped=is_wrapped)
     kernels = choose_attention(model, mesh, COMPUTE.get(precision), attention, context_parallel)
     styles = read_plan(model, size_of(mesh, "tp"), plan)
     view = expert_view(mesh)
@@ -157,39 +154,29 @@ def parallelize(
     if projection is not None:
         for root in roots:
             take_head(root, projection)
-    has_last = stages is None or stages.has_last
     # On several ranks always, on a dimension of size 1 if need be: optimizers refuse plain
-    # parameters beside DTensors. Inner modules first: an outer one leaves out what is wrapped.
+    # parameters beside DTensors.
     if is_wrapped:
-        # A backward in two parts finds a stage's weights only while they are gathered.
-        reshards = reshard_after_forward if stages is None else False
-        kept: dict[str, Any] = {"reshard_after_forward": reshards, "cpu_offload": cpu_offload}
-        if view is not None:
-            shard_experts(experts, view, precision, **kept)
-        inner = roots[:-1] if has_last else roots
-        shard(roots, layers, data_ranks, precision, inner=inner, **kept)
-    if tensor_ranks is not None and has_last:
+        _shard(roots, layers, experts, (data_ranks, view), stages, options)
+    if tensor_ranks is not None and (stages is None or stages.has_last):
         roots[-1].register_forward_hook(gather_output)
     # Last: what gets memory are shards.
     materialise(model, roots, mesh.device_type, seed=seed, cpu_offload=cpu_offload)
-    tensor = size_of(mesh, "tp")
-    layout = Layout(
-        **context._asdict(),
-        experts=expert_ranks(mesh)[1],
-        tensor=tensor,
-        sequence=tensor if "sequence" in styles.values() else 1,
-        longest=longest_of(model),
-        attention=kernels.kernels,
-        documents=kernels.documents,
-        owns_loss=has_last and (tensor == 1 or mesh.get_local_rank("tp") == 0),
-        stages=stages,
-        styles=styles,
-        unsharded=unsharded,
-        loss_scale=1.0 if precision == "fp16" else DEFAULT_LOSS_SCALE,
-        dynamic_loss_scale=precision == "fp16",
-    )
-    set_layout(model, layout)
+    set_layout(model, _layout(model, mesh, precision, context, kernels, styles, unsharded, stages))
     return model
+
+
+def _check(
+    model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any], *, is_wrapped: bool
+) -> tuple[str, list[nn.Module]]:
+    """Raise for what cannot be laid out; return the path of the repeated layers, and them."""
+    _check_ranks(model, mesh, options)
+    path, layers = _find_blocks(model, options["blocks"])
+    _check_options(model, mesh, layers, options)
+    _check_model(model, layers if is_wrapped else [])
+    if options["batch_invariant"] or is_batch_invariant(model):
+        _make_batch_invariant(model, mesh, options)
+    return path, layers
 
 
 def _check_ranks(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
@@ -283,6 +270,55 @@ def _split(
             "blocks of every rank (forgekit.add_lora), or use pp=1."
         )
     return stages
+
+
+def _shard(
+    roots: list[nn.Module],
+    layers: list[nn.Module],
+    experts: list[nn.Module],
+    meshes: tuple[DeviceMesh, DeviceMesh | None],
+    stages: Stages | None,
+    options: Mapping[str, Any],
+) -> None:
+    """Wrap what this rank has in FSDP, in place."""
+    (data_ranks, view), precision = meshes, options["precision"]
+    # A backward in two parts finds a stage's weights only while they are gathered.
+    reshards = options["reshard_after_forward"] if stages is None else False
+    kept = {"reshard_after_forward": reshards, "cpu_offload": options["cpu_offload"]}
+    # Inner modules first: an outer one leaves out what is wrapped already.
+    if view is not None:
+        shard_experts(experts, view, precision, **kept)
+    inner = roots[:-1] if stages is None or stages.has_last else roots
+    shard(roots, layers, data_ranks, precision, inner=inner, **kept)
+
+
+def _layout(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    precision: Precision,
+    context: Context,
+    kernels: ChosenAttention,
+    styles: Mapping[str, Any],
+    unsharded: Mapping[nn.Module, Mapping[str, Any]],
+    stages: Stages | None,
+) -> Layout:
+    """Write down what a step has to know of the model and the mesh."""
+    tensor, has_last = size_of(mesh, "tp"), stages is None or stages.has_last
+    return Layout(
+        **context._asdict(),
+        experts=expert_ranks(mesh)[1],
+        tensor=tensor,
+        sequence=tensor if "sequence" in styles.values() else 1,
+        longest=longest_of(model),
+        attention=kernels.kernels,
+        documents=kernels.documents,
+        owns_loss=has_last and (tensor == 1 or mesh.get_local_rank("tp") == 0),
+        stages=stages,
+        styles=styles,
+        unsharded=unsharded,
+        loss_scale=1.0 if precision == "fp16" else DEFAULT_LOSS_SCALE,
+        dynamic_loss_scale=precision == "fp16",
+    )
 
 
 def _present(modules: list[nn.Module], roots: list[nn.Module]) -> list[nn.Module]:
