@@ -302,7 +302,7 @@ def _layout(
     unsharded: Mapping[nn.Module, Mapping[str, Any]],
     stages: Stages | None,
 ) -> Layout:
-    """Write down what a step has to know of the model and the mesh."""
+    """Describe the layout to the step: sizes of the mesh, kernels, stages and the loss scale."""
     tensor, has_last = size_of(mesh, "tp"), stages is None or stages.has_last
     return Layout(
         **context._asdict(),
