@@ -34,7 +34,7 @@ from forgekit.checks import nearest_multiples
 from forgekit.data.batch import IGNORED
 from forgekit.parallel.layout import full
 from forgekit.parallel.tensor.styles import take_whole
-from forgekit.steps.losses import Loss, RowSums, check_labels, check_shapes
+from forgekit.steps.losses import Loss, RowSums, check_labels, check_shapes, keep_rows_
 from forgekit.tensors import wide
 
 LOGITS, LOGITS_ON_CPU = 2**27, 2**21
@@ -116,9 +116,9 @@ def _without_masked(is_target: Tensor, gradient: Tensor | None) -> Tensor | None
     """
     if gradient is None:  # of an output that nobody used
         return None
-    # In place: nobody else holds this gradient, unless a graph of the backward is being built.
-    fill = gradient.masked_fill if torch.is_grad_enabled() else gradient.masked_fill_
-    return fill(~is_target.unsqueeze(-1), 0.0)
+    if torch.is_grad_enabled():  # a graph of the backward is being built
+        return gradient.masked_fill(~is_target.unsqueeze(-1), 0.0)
+    return keep_rows_(gradient, is_target)  # in place: nobody else holds this gradient
 
 
 def linear_cross_entropy(
@@ -189,15 +189,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunks = zip(hidden.split(size), labels.split(size), strict=True)
         losses: list[Tensor] = []
         for number, (part, targets) in enumerate(chunks):
-            is_masked = (targets == IGNORED)[:, None]
+            is_target = targets != IGNORED
             # Not bound to a name here: the chunk's logits are to be gone before its gradient.
-            of_rows, gradient = take(part @ weight.T, targets, is_masked, z_loss, backward)
+            of_rows, gradient = take(part @ weight.T, targets, is_target, z_loss, backward)
             losses.append(of_rows)
             if grad_hidden is not None:
                 start = number * size
                 torch.mm(gradient, weight, out=grad_hidden[start : start + size])
             if grad_weight is not None:
-                part = part.masked_fill(is_masked, 0.0)
+                part = keep_rows_(part.clone(), is_target)
                 _add_product(grad_weight, gradient, part, is_first=number == 0)
         each = torch.cat(losses) if losses[1:] else losses[0]
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -220,7 +220,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _take_chunk(
-    logits: Tensor, labels: Tensor, is_masked: Tensor, z_loss: float, backward: bool
+    logits: Tensor, labels: Tensor, is_target: Tensor, z_loss: float, backward: bool
 ) -> tuple[Tensor, Tensor]:
     """Losses of some positions, ``[n]``, and the gradient of their sum by the logits, ``[n v]``."""
     dtype = logits.dtype
@@ -232,21 +232,23 @@ def _take_chunk(
         losses = losses + z_loss * log_z.square()
     if not backward:
         return losses, log_p
+    # On a CPU cheaper than the exponentials of `log_p`, whose memory it takes.
+    p = torch.softmax(logits, -1, wide(dtype), out=log_p)
     del logits
-    return losses, _gradient(log_p, log_z, labels, is_masked, z_loss).to(dtype)
+    return losses, _gradient(p, log_z, labels, is_target, z_loss).to(dtype)
 
 
 def _take_shared_chunk(
     logits: Tensor,
     labels: Tensor,
-    is_masked: Tensor,
+    is_target: Tensor,
     z_loss: float,
     backward: bool,
     *,
     columns: Columns,
 ) -> tuple[Tensor, Tensor]:
     """The same of a rank's part of the vocabulary, in one collective; all find the same losses."""
-    dtype, is_target = logits.dtype, ~is_masked[:, 0]
+    dtype = logits.dtype
     column, is_here = find_columns(labels, is_target, logits.shape[1], columns)
     rows, exponentials = measure_rows(logits.to(wide(dtype)), column, is_here)
     del logits
@@ -278,19 +280,18 @@ def _log_partition(logits: Tensor, losses: Tensor, labels: Tensor) -> Tensor:
 
 
 def _gradient(
-    log_p: Tensor, log_z: Tensor | None, labels: Tensor, is_masked: Tensor, z_loss: float
+    p: Tensor, log_z: Tensor | None, labels: Tensor, is_target: Tensor, z_loss: float
 ) -> Tensor:
-    """Gradient of the summed losses by the logits, ``[n v]``, in the memory of ``log_p``.
+    """Gradient of the summed losses by the logits, ``[n v]``, in the memory of ``p``.
 
     That is ``slope * softmax - one_hot(label)`` with ``slope = 1 + 2 * z_loss * log_z``, and zero
     in rows without a target, whatever they hold.
     """
-    gradient = log_p.exp_()
     if log_z is not None:
-        gradient *= (1 + 2 * z_loss * log_z)[:, None]
+        p *= (1 + 2 * z_loss * log_z)[:, None]
     column = labels.clamp(min=0)[:, None]
-    gradient.scatter_add_(1, column, gradient.new_full((), -1.0).expand(column.shape))
-    return gradient.masked_fill_(is_masked, 0.0)
+    p.scatter_add_(1, column, p.new_full((), -1.0).expand(column.shape))
+    return keep_rows_(p, is_target)
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, *, is_first: bool) -> None:

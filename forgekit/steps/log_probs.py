@@ -30,6 +30,7 @@ from forgekit.steps.cross_entropy import (
     measure_rows,
     take_projection,
 )
+from forgekit.steps.losses import keep_rows_
 from forgekit.tensors import wide
 
 
@@ -159,7 +160,6 @@ class _LinearLogProbs(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if needs_weight else None
         for rows in _chunks(hidden, weight):
-            mask = ~is_target[rows, None]
             log_p = _logits(hidden[rows], weight, ctx.temperature).sub_(log_z[rows, None])
             column, is_here = find_columns(
                 labels[rows], is_target[rows], log_p.shape[1], ctx.columns
@@ -173,11 +173,11 @@ class _LinearLogProbs(torch.autograd.Function):
                 gradient = torch.xlogy(p, p).add_(p * entropies[rows, None]).mul_(-spread)
                 gradient.sub_(p.mul_(slope))
             gradient.scatter_add_(1, column, slope * is_here[:, None])
-            gradient = gradient.masked_fill_(mask, 0.0).to(hidden.dtype)
+            gradient = keep_rows_(gradient, is_target[rows]).to(hidden.dtype)
             if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                part = hidden[rows].masked_fill(mask, 0.0)
+                part = keep_rows_(hidden[rows].clone(), is_target[rows])
                 if grad_weight.dtype == part.dtype:
                     grad_weight.addmm_(gradient.T, part)
                 else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from forgekit.tensors import wide
 
 Number = Tensor | float | int
 Metric = Number | tuple[Number, Number]
+
+
+BITS = MappingProxyType({2: torch.int16, 4: torch.int32, 8: torch.int64})
+"""Integers of as many bytes as a float."""
 
 
 # A stdlib dataclass: it may leave a module that FSDP2 wraps, and FSDP2 looks for tensors inside
@@ -208,6 +213,16 @@ def pair_of(metric: Metric) -> tuple[Number, Number]:
 def values_of(loss: Loss) -> list[Any]:
     """All tensors and numbers of a loss, but for its means and rows."""
     return [loss.sum, loss.count, *itertools.chain(*map(pair_of, loss.metrics.values()))]
+
+
+def keep_rows_(values: Tensor, is_kept: Tensor) -> Tensor:
+    """Set all rows of ``[n v]`` but those that are kept, ``[n]``, to zero in place.
+
+    As bits: zero times NaN is NaN, and on a CPU ``masked_fill_`` with a column is ten times slower.
+    """
+    bits = BITS[values.element_size()]
+    values.view(bits).bitwise_and_(is_kept.to(bits).neg_()[:, None])
+    return values
 
 
 def check_shapes(name: str, values: Tensor, labels: Tensor) -> None:
