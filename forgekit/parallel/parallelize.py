@@ -123,9 +123,8 @@ def parallelize(
             shared by two blocks, or parameters are complex or sparse.
     """
     options = {name: value for name, value in locals().items() if name not in ("model", "mesh")}
-    is_wrapped = mesh.size() > 1 or precision != "fp32" or cpu_offload
     # What can be refused is refused here, on all ranks alike, before process groups are made.
-    path, layers = _check(model, mesh, options, is_wrapped=is_wrapped)
+    path, layers = _check(model, mesh, options)
     kernels = choose_attention(model, mesh, COMPUTE.get(precision), attention, context_parallel)
     styles = read_plan(model, size_of(mesh, "tp"), plan)
     view = expert_view(mesh)
@@ -147,16 +146,9 @@ def parallelize(
     unsharded = apply_plan(model, tensor_ranks, styles, modules)
     apply_experts(model, view, experts)
     # Recomputation repeats the collectives of tp, cp and ep; the compiler traces both as one block.
-    for layer in layers:
-        recompute(layer, activation_checkpoint)
-    if compile:
-        compile_blocks(layers, activation_checkpoint, memory_budget=memory_budget)
-    if projection is not None:
-        for root in roots:
-            take_head(root, projection)
-    # On several ranks always, on a dimension of size 1 if need be: optimizers refuse plain
-    # parameters beside DTensors.
-    if is_wrapped:
+    _recompute_and_compile(layers, options)
+    _take_heads(roots, projection)
+    if _is_sharded(mesh, options):
         _shard(roots, layers, experts, (data_ranks, view), stages, options)
     if tensor_ranks is not None and (stages is None or stages.has_last):
         roots[-1].register_forward_hook(gather_output)
@@ -167,13 +159,13 @@ def parallelize(
 
 
 def _check(
-    model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any], *, is_wrapped: bool
+    model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]
 ) -> tuple[str, list[nn.Module]]:
     """Raise for what cannot be laid out; return the path of the repeated layers, and them."""
     _check_ranks(model, mesh, options)
     path, layers = _find_blocks(model, options["blocks"])
     _check_options(model, mesh, layers, options)
-    _check_model(model, layers if is_wrapped else [])
+    _check_model(model, layers if _is_sharded(mesh, options) else [])
     if options["batch_invariant"] or is_batch_invariant(model):
         _make_batch_invariant(model, mesh, options)
     return path, layers
@@ -270,6 +262,28 @@ def _split(
             "blocks of every rank (forgekit.add_lora), or use pp=1."
         )
     return stages
+
+
+def _recompute_and_compile(layers: list[nn.Module], options: Mapping[str, Any]) -> None:
+    for layer in layers:
+        recompute(layer, options["activation_checkpoint"])
+    if options["compile"]:
+        budget = options["memory_budget"]
+        compile_blocks(layers, options["activation_checkpoint"], memory_budget=budget)
+
+
+def _take_heads(roots: list[nn.Module], projection: nn.Linear | None) -> None:
+    if projection is not None:
+        for root in roots:
+            take_head(root, projection)
+
+
+def _is_sharded(mesh: DeviceMesh, options: Mapping[str, Any]) -> bool:
+    """Whether FSDP wraps the model: on several ranks always, on a dimension of size 1 if need be.
+
+    Optimizers refuse plain parameters beside DTensors.
+    """
+    return mesh.size() > 1 or options["precision"] != "fp32" or options["cpu_offload"]
 
 
 def _shard(
