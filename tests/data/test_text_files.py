@@ -18,6 +18,7 @@ from texts import CORPUS
 
 from forgekit.data.text_files import stdlib_documents, text_documents
 
+
 def test_a_folder_gives_its_documents_sorted_and_each_line_of_jsonl_is_one():
     once = list(text_documents(CORPUS))
     names = [Path(name).name for name, _ in once]
