@@ -12,7 +12,6 @@ from forgekit.data.batch import (
     apply_transforms,
     check_batch,
     collate,
-    join_positions,
     mask_batch,
     pad_positions,
     shard_sequence,
@@ -33,9 +32,91 @@ def full_batch(**tensors):
     return batch_of(**(given | {"source": torch.tensor([0, 1])} | tensors))
 
 
-def test_whole_batches_pass():
-    check_batch(full_batch())
-    check_batch(batch_of(input_ids=IDS.int(), labels=IDS.int()))
+def test_labels_are_the_next_tokens_and_share_no_memory():
+    shifted = shift_labels(batch_of(input_ids=IDS, position_ids=IDS + 10, source=IDS[:, 0]))
+    check_batch(shifted)
+    assert shifted["input_ids"].tolist() == [[0, 1], [3, 4]]
+    assert shifted["labels"].tolist() == [[1, 2], [4, 5]]
+    assert shifted["position_ids"].tolist() == [[10, 11], [13, 14]]
+    assert shifted["source"].tolist() == [0, 3]
+    shifted["labels"].zero_()
+    assert shifted["input_ids"].tolist() == [[0, 1], [3, 4]]
+    assert IDS.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_no_label_crosses_documents_or_reaches_padding():
+    documents = torch.tensor([[0, 0, 1, 1, -1, -1]])
+    ids = torch.arange(6, dtype=torch.uint8)[None]
+    batch = TensorDict({"input_ids": ids, "doc_ids": documents}, batch_size=[1])
+    assert shift_labels(batch)["labels"].tolist() == [[1, -100, 3, -100, -100]]
+
+
+def test_padding_and_masking_fill_each_key_in_its_way():
+    batch = full_batch(doc_ids=torch.tensor([[0, 0, 1], [0, 0, 0]]), labels=IDS + 1)
+    padded = pad_positions(batch, multiple=4, token=9)
+    assert padded["input_ids"].tolist() == [[0, 1, 2, 9], [3, 4, 5, 9]]
+    assert padded["labels"].tolist() == [[1, 2, 3, -100], [4, 5, 6, -100]]
+    assert padded["doc_ids"].tolist() == [[0, 0, 1, -1], [0, 0, 0, -1]]
+    assert padded["position_ids"][:, 3].tolist() == [0, 0]
+    assert padded["source"].tolist() == [0, 1]
+    assert pad_positions(batch, 5, multiple=4)["labels"].shape == (2, 8)
+    assert pad_positions(padded, multiple=2)["labels"].equal(padded["labels"])
+    masked = mask_batch(batch)
+    assert masked["labels"].eq(-100).all()
+    assert masked["doc_ids"].eq(-1).all()
+    assert masked["input_ids"].equal(IDS)
+    assert batch["labels"].equal(IDS + 1)
+    assert batch["doc_ids"].tolist() == [[0, 0, 1], [0, 0, 0]]
+
+
+METHODS = ("zigzag", "contiguous")
+
+
+def sequences(positions, rows=2):
+    ids = torch.arange(rows * positions).reshape(rows, positions)
+    choices = TensorDict({"layers.1": ids[..., None].expand(-1, -1, 3).clone()}, [rows])
+    tensors = {
+        "input_ids": ids,
+        "labels": ids + 1,
+        "weights": ids[..., None] * torch.ones(3),
+        "source": torch.arange(rows),
+        "pair": torch.arange(rows * (positions + 1)).reshape(rows, -1),
+        "replay": choices,  # of experts by layer, for example
+    }
+    return TensorDict(tensors, batch_size=[rows])
+
+
+def sharded(positions, rank, world, method="zigzag"):
+    return lambda: shard_sequence(sequences(positions), rank=rank, world=world, method=method)
+
+
+@given(
+    world=st.integers(1, 9),
+    chunk=st.integers(1, 5),
+    rows=st.integers(1, 3),
+    method=st.sampled_from(METHODS),
+)
+@settings(max_examples=30, deadline=None)
+def test_slices_are_a_partition_and_join_to_the_whole(world, chunk, rows, method):
+    batch = sequences(2 * world * chunk, rows)
+    slices = [shard_sequence(batch, rank=r, world=world, method=method) for r in range(world)]
+    assert {part["input_ids"].shape for part in slices} == {(rows, 2 * chunk)}
+    positions = torch.cat([part["input_ids"][0] for part in slices])
+    assert positions.sort().values.tolist() == list(range(2 * world * chunk))
+    for part in slices:
+        assert part["replay", "layers.1"][..., 2].equal(part["input_ids"])
+    joined = unshard_sequence(slices, method=method)
+    assert joined.batch_size == batch.batch_size
+    assert (joined == batch).all()
+    if method == "zigzag":  # as many pairs of a query and a key on each rank
+        assert len({int((part["input_ids"][0] + 1).sum()) for part in slices}) == 1
+
+
+def test_chunks_by_hand():
+    ids = torch.arange(12)
+    taken = [slice_positions(ids, rank=rank, world=3).tolist() for rank in range(3)]
+    assert taken == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    assert slice_positions(ids, rank=2, world=3, method="contiguous").tolist() == [8, 9, 10, 11]
 
 
 BAD = {
@@ -66,19 +147,12 @@ BAD = {
     r"sample 1 has \{'a': .*int64, \[2, 3\]\), 'b': .*; sample 0 has \{'a': .*All must": lambda: (
         collate([{"a": IDS}, {"a": IDS, "b": IDS}])
     ),
-    "the transform <lambda> returned a NoneType with batch_size None; return a Ten": lambda: (
-        apply_transforms(full_batch(), [lambda batch: None])
-    ),
-    r"with batch_size torch.Size\(\[1\]\); .* torch.Size\(\[2\]\): rows count samples": lambda: (
+    r"returned a TensorDict with batch_size torch.Size\(\[1\]\); .* rows count samples": lambda: (
         apply_transforms(full_batch(), [lambda batch: batch[:1]])
     ),
-    r"18 positions must be divisible by 2 \* world = 8 to be sharded zigzag; .*16 and 24": lambda: (
-        shard_sequence(sequences(18), rank=0, world=4)
-    ),
-    r"rank 3 must lie in range\(world=3\)": lambda: shard_sequence(sequences(18), rank=3, world=3),
-    "method is 'striped'; it is one of": lambda: shard_sequence(
-        sequences(18), rank=0, world=3, method="striped"
-    ),
+    r"18 positions must be divisible by 2 \* world = 8 .* zigzag; .*16 and 24": sharded(18, 0, 4),
+    r"rank 3 must lie in range\(world=3\)": sharded(18, 3, 3),
+    "method is 'striped'; it is one of": sharded(18, 0, 3, "striped"),
     "slice 1 has .*; slice 0 has .*labels": lambda: unshard_sequence(
         [sequences(8), sequences(8).exclude("labels")]
     ),
@@ -89,95 +163,3 @@ BAD = {
 def test_bad_batches_are_named(message):
     with pytest.raises((ValueError, TypeError), match=message):
         BAD[message]()
-
-
-def test_labels_are_the_next_tokens_and_share_no_memory():
-    shifted = shift_labels(batch_of(input_ids=IDS, position_ids=IDS + 10, source=IDS[:, 0]))
-    assert shifted["input_ids"].tolist() == [[0, 1], [3, 4]]
-    assert shifted["labels"].tolist() == [[1, 2], [4, 5]]
-    assert shifted["position_ids"].tolist() == [[10, 11], [13, 14]]
-    assert shifted["source"].tolist() == [0, 3]
-    shifted["labels"].zero_()
-    assert shifted["input_ids"].tolist() == [[0, 1], [3, 4]]
-    assert IDS.tolist() == [[0, 1, 2], [3, 4, 5]]
-
-
-def test_no_label_crosses_documents_or_reaches_padding():
-    documents = torch.tensor([[0, 0, 1, 1, -1, -1]])
-    ids = torch.arange(6, dtype=torch.uint8)[None]
-    batch = TensorDict({"input_ids": ids, "doc_ids": documents}, batch_size=[1])
-    assert shift_labels(batch)["labels"].tolist() == [[1, -100, 3, -100, -100]]
-
-
-def test_a_masked_batch_carries_no_loss_and_leaves_the_original():
-    batch = full_batch()
-    masked = mask_batch(batch)
-    assert masked["labels"].eq(-100).all()
-    assert masked["doc_ids"].eq(-1).all()
-    assert masked["input_ids"].equal(IDS)
-    assert batch["labels"].equal(IDS)
-    assert batch["doc_ids"].equal(IDS)
-
-
-def test_padding_fills_each_key_in_its_way():
-    documents = torch.tensor([[0, 0, 1], [0, 0, 0]])
-    batch = full_batch(doc_ids=documents, labels=IDS + 1)
-    padded = pad_positions(batch, multiple=4, token=9)
-    assert padded["input_ids"].tolist() == [[0, 1, 2, 9], [3, 4, 5, 9]]
-    assert padded["labels"].tolist() == [[1, 2, 3, -100], [4, 5, 6, -100]]
-    assert padded["doc_ids"].tolist() == [[0, 0, 1, -1], [0, 0, 0, -1]]
-    assert padded["position_ids"][:, 3].tolist() == [0, 0]
-    assert padded["source"].tolist() == [0, 1]
-    assert batch["labels"].shape == (2, 3)
-    assert pad_positions(batch, 5, multiple=4)["labels"].shape == (2, 8)
-    assert pad_positions(padded, multiple=2)["labels"].equal(padded["labels"])
-
-
-METHODS = ("zigzag", "contiguous")
-
-
-def sequences(positions, rows=2):
-    ids = torch.arange(rows * positions).reshape(rows, positions)
-    choices = TensorDict({"layers.1": ids[..., None].expand(-1, -1, 3).clone()}, [rows])
-    tensors = {
-        "input_ids": ids,
-        "labels": ids + 1,
-        "weights": ids[..., None] * torch.ones(3),
-        "source": torch.arange(rows),
-        "pair": torch.arange(rows * (positions + 1)).reshape(rows, -1),
-        "replay": choices,  # of experts by layer, for example
-    }
-    return TensorDict(tensors, batch_size=[rows])
-
-
-@given(
-    world=st.integers(1, 9),
-    chunk=st.integers(1, 5),
-    rows=st.integers(1, 3),
-    method=st.sampled_from(METHODS),
-)
-@settings(max_examples=30, deadline=None)
-def test_slices_are_a_partition_and_join_to_the_whole(world, chunk, rows, method):
-    batch = sequences(2 * world * chunk, rows)
-    slices = [shard_sequence(batch, rank=r, world=world, method=method) for r in range(world)]
-    assert {part["input_ids"].shape for part in slices} == {(rows, 2 * chunk)}
-    positions = torch.cat([part["input_ids"][0] for part in slices])
-    assert positions.sort().values.tolist() == list(range(2 * world * chunk))
-    for part in slices:
-        assert part["replay", "layers.1"][..., 2].equal(part["input_ids"])
-    joined = unshard_sequence(slices, method=method)
-    assert joined.batch_size == batch.batch_size
-    assert (joined == batch).all()
-    if method == "zigzag":  # as many pairs of a query and a key on each rank
-        assert len({int((part["input_ids"][0] + 1).sum()) for part in slices}) == 1
-
-
-def test_chunks_by_hand():
-    ids = torch.arange(12)
-    taken = [slice_positions(ids, rank=rank, world=3).tolist() for rank in range(3)]
-    assert taken == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
-    assert slice_positions(ids, rank=2, world=3, method="contiguous").tolist() == [8, 9, 10, 11]
-    assert join_positions([ids[6:], ids[:6]], method="contiguous").tolist() == [
-        *range(6, 12),
-        *range(6),
-    ]

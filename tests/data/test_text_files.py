@@ -43,7 +43,7 @@ def test_a_folder_leaves_out_what_is_no_text_but_a_named_file_is_read(tmp_path):
         (tmp_path / name).write_text(" \n" if name == "blank.txt" else name)
     texts = [text for _, text in text_documents([tmp_path, tmp_path / "odd.name"])]
     assert texts == ["deep.txt", "odd.name"]
-    with pytest.raises(FileNotFoundError, match="a.txt holds no file to read among 0 entries"):
+    with pytest.raises(FileNotFoundError, match=r"a.txt holds no file to read among 0 entries"):
         text_documents(tmp_path / "a.txt")
     with pytest.raises(FileNotFoundError, match=r"b.txt does not exist; name an existing file or"):
         text_documents(tmp_path / "b.txt")
