@@ -114,7 +114,6 @@ def test_datasets_on_this_disk_need_no_network(tmp_path):
         assert [text for _, text in huggingface_documents(tmp_path / name)] == TEXTS
     assert len(list(huggingface_documents(str(tmp_path / "dict"), split="test"))) == 2
     loaded = huggingface_documents(tmp_path / "files", streaming=False)
-    assert not loaded.is_streamed
     assert [text for _, text in loaded] == TEXTS
     with pytest.raises(ValueError, match=r'the dataset has no split "dev"; it has "train", "test"'):
         huggingface_documents(tmp_path / "dict", split="dev")
