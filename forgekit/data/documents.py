@@ -6,8 +6,7 @@ record's ``after``. The same source can be read twice, or by several readers tha
 documents: reader ``part`` of ``parts`` gets every ``parts``-th.
 
 A Hugging Face dataset resumes by its own ``state_dict``. That is exact with one exception:
-a shuffle buffer is refilled instead of restored, so documents are lost. Such a dataset is refused
-unless resuming may read it again from its start, which is exact and slow.
+a shuffle buffer is refilled instead of restored, so documents are lost. Such a dataset is refused.
 """
 
 from __future__ import annotations
@@ -205,7 +204,6 @@ def huggingface_documents(
     streaming: bool = True,
     text_key: str = "text",
     errors: Errors = "raise",
-    reread: bool = False,
 ) -> HuggingFaceDocuments:
     """Read documents out of a Hugging Face dataset.
 
@@ -218,16 +216,13 @@ def huggingface_documents(
         streaming: Read a named dataset during its download instead of after it.
         text_key: The column of the text.
         errors: Whether rows without a text raise or are skipped; see ``text_documents``.
-        reread: Resume by reading again from the start up to the position. Exact also with a shuffle
-            buffer, if its seed is fixed.
 
     Returns:
         The documents, for ``prepare`` and ``stream_documents``.
 
     Raises:
         ImportError: If ``datasets`` is not installed.
-        ValueError: If there is no such column or split, or the dataset has a shuffle buffer and
-            ``reread`` is False.
+        ValueError: If there is no such column or split, or the dataset has a shuffle buffer.
 
     Examples:
         >>> import datasets
@@ -257,8 +252,8 @@ def huggingface_documents(
     name = dataset._fingerprint if is_whole else dataset.info.dataset_name
     fingerprint = f"{name} {dataset.info.version} {dataset.split} {text_key} {identity}"
     dataset = dataset.to_iterable_dataset() if is_whole else dataset
-    _check_stream(dataset, reread=reread)
-    return HuggingFaceDocuments(dataset, text_key, errors, reread, fingerprint)
+    _check_stream(dataset)
+    return HuggingFaceDocuments(dataset, text_key, errors, fingerprint)
 
 
 @attrs.frozen
@@ -272,14 +267,12 @@ class HuggingFaceDocuments:
         dataset: The dataset, to be read in its order.
         text_key: The column of the text.
         errors: Whether rows without a text raise or are skipped.
-        reread: Whether to resume by reading again from the start.
         fingerprint: Identifies the dataset: by its own fingerprint or, if streamed, by its name.
     """
 
     dataset: Any = attrs.field(repr=False)
     text_key: str
     errors: Errors
-    reread: bool
     fingerprint: str
 
     size = None  # bytes are unknown before the dataset is read
@@ -312,20 +305,19 @@ class HuggingFaceDocuments:
                     name = f"row {row - 1}{suffix}"
                     load = partial(check_cell, name, self.text_key, text)
                     yield name, load, [row, state, since], 0
-            if not self.reread:
-                read, since, state = max(0, read - since), 0, rows.state_dict()
+            read, since, state = max(0, read - since), 0, rows.state_dict()
 
 
-def _check_stream(dataset: Any, *, reread: bool) -> None:
+def _check_stream(dataset: Any) -> None:
     if dataset._distributed:
         raise ValueError(
             "this dataset was divided by split_dataset_by_node before, and would be divided "
             "again. Pass it whole: rank and world of stream_documents divide it."
         )
-    if not reread and _has_buffer(getattr(dataset, "_ex_iterable", None)):
+    if _has_buffer(dataset._ex_iterable):
         raise ValueError(
             "this dataset has a shuffle buffer, and a resumed stream would lose what is in it. "
-            "Stream it unshuffled, prepare token files, or pass reread=True to read it again."
+            "Stream it unshuffled, or prepare token files, whose rows a loader shuffles."
         )
 
 

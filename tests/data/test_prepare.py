@@ -173,18 +173,6 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(tmp_path, seeds, m
     assert not list(tmp_path.glob(".out*"))
 
 
-def test_a_vocabulary_that_the_text_does_not_fill_is_said_each_time(tmp_path, caplog):
-    (tmp_path / "a.txt").write_text("to be or not to be " * 50)
-    for times in (1, 2):
-        prepare(tmp_path / "a.txt", tmp_path / "out", vocab_size=8192)
-        sentence = caplog.records[-1].message
-        assert sentence.startswith("the tokenizer has 266 tokens instead of 8,192: the 903 bytes")
-        assert len(caplog.records) == times
-    caplog.clear()
-    prepare(tmp_path / "a.txt", tmp_path / "b", tokenizer=tmp_path / "out", vocab_size=8192)
-    assert caplog.records == []
-
-
 def test_memory_does_not_depend_on_the_amount_of_text(tmp_path, monkeypatch):
     small_steps(monkeypatch, part=2**15)
     lines = [json.dumps({"text": f"the cat sat on a mat {number} " * 100}) for number in range(40)]
