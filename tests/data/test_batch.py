@@ -126,9 +126,6 @@ BAD = {
     r'"input_ids" has shape \(2, 3, 1\); it must be \[b s\], .* forgekit\.data\.collate': lambda: (
         check_batch(full_batch(input_ids=IDS[..., None]))
     ),
-    r"batch is a dict with batch_size None; a micro-batch is a TensorDict\(tens": lambda: (
-        check_batch({"input_ids": IDS})
-    ),
     r'"labels" has shape \(2, 2\); it must be \[b s\] like input_ids, here \(2, 3\)': lambda: (
         check_batch(full_batch(labels=IDS[:, 1:]))
     ),
@@ -151,11 +148,7 @@ BAD = {
         apply_transforms(full_batch(), [lambda batch: batch[:1]])
     ),
     r"18 positions must be divisible by 2 \* world = 8 .* zigzag; .*16 and 24": sharded(18, 0, 4),
-    r"rank 3 must lie in range\(world=3\)": sharded(18, 3, 3),
     "method is 'striped'; it is one of": sharded(18, 0, 3, "striped"),
-    "slice 1 has .*; slice 0 has .*labels": lambda: unshard_sequence(
-        [sequences(8), sequences(8).exclude("labels")]
-    ),
 }
 
 

@@ -8,7 +8,6 @@ import pytest
 
 from forgekit.data import documents as sources
 from forgekit.data.documents import huggingface_documents
-from forgekit.data.prepare_corpus import prepare
 
 TEXTS = [f"text {number}" for number in range(23)]
 
@@ -128,17 +127,9 @@ def test_what_is_no_text_is_refused_or_left_out(make):
             list(huggingface_documents(source, text_key="body"))
 
 
-def test_a_dataset_is_prepared_and_found_again(tmp_path):
-    from datasets import Dataset
-
-    rows = Dataset.from_dict({"text": [text * 30 for text in TEXTS]})
-    rows.save_to_disk(tmp_path / "rows")
-    reports = []
-    given = {"vocab_size": 300, "progress": lambda *report: reports.append(report)}
-    for is_new in (True, False):
-        made = prepare(huggingface_documents(tmp_path / "rows"), tmp_path / "out", **given)
-        assert made.is_new == is_new
-    others = huggingface_documents(rows.select([*range(22)]).shuffle(seed=2))
-    assert prepare(others, tmp_path / "out", vocab_size=300).is_new
-    assert made.train.documents + made.held_out.documents == 23
-    assert reports[-1] == ("tokens", sum(30 * len(text) for text in TEXTS), 0)
+def test_a_dataset_is_known_by_its_own_fingerprint(tmp_path):
+    whole().save_to_disk(tmp_path / "rows")
+    for same in (tmp_path / "rows", whole()):
+        assert len({huggingface_documents(same).fingerprint for _ in range(2)}) == 1
+    others = [whole().select(range(22)), whole().shuffle(seed=2), whole().to_iterable_dataset()]
+    assert len({huggingface_documents(other).fingerprint for other in [whole(), *others]}) == 4

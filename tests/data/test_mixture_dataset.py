@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tensordict import TensorDict
 
 import forgekit as fk
@@ -53,36 +49,6 @@ def test_row_i_of_a_mixture_is_sample_i():
     batch = data.__getitems__(samples)
     assert (batch["source"].dtype, batch.batch_size) == (torch.int64, torch.Size([6]))
     fk.check_batch(batch)
-
-
-@given(
-    start=st.sampled_from([0, 90, 100, 150, 161, 1200, 10**12]),
-    stretches=st.lists(
-        st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 5), st.integers(0, 1)),
-        min_size=1,
-        max_size=3,
-    ),
-)
-@settings(max_examples=6, deadline=None)
-def test_resuming_around_changes_on_other_ranks_and_workers_gives_the_undisturbed_rows(
-    start, stretches
-):
-    """Micro-batch m of R ranks with B rows: samples start + (m*R + r)*B + (0..B-1)."""
-    undisturbed = mixture(PHASES)
-    for world, b, micro_batches, workers in stretches:
-        seen = {}
-        for rank in range(world):
-            options = {"batch_size": b, "rank": rank, "world": world, "workers": workers}
-            with fk.make_loader(mixture(PHASES), start=start, seed=77, **options) as loader:
-                for m, batch in enumerate(itertools.islice(loader, micro_batches)):
-                    first = start + (m * world + rank) * b
-                    seen |= dict(zip(range(first, first + b), rows_of(batch), strict=True))
-                end = loader.samples
-        assert sorted(seen) == list(range(start, end))
-        sources, rows = undisturbed.order.span(start, end - start)
-        expected = list(zip(sources.tolist(), rows.tolist(), strict=True))
-        assert [seen[sample] for sample in range(start, end)] == expected
-        start = end
 
 
 def test_a_mixture_of_token_files_is_that_of_its_files(tmp_path):

@@ -248,18 +248,6 @@ def test_the_cache_is_bounded_and_rows_do_not_depend_on_it(folder, url, cache, m
     assert len(sizes) > 12  # there are no more shards, so some came again
 
 
-def test_blocks_used_longest_ago_go_first(cache, monkeypatch):
-    monkeypatch.setenv("FORGEKIT_CACHE_GIB", f"{351 / 2**30:.10f}")
-    blocks = block_cache.BlockCache()
-    names = [block_cache._checksum(bytes([n]) * 100) for n in range(4)]
-    for at, name in enumerate(names[:3]):
-        blocks.keep(name, bytes([at]) * 100)
-        os.utime(cache / name, (at, at))
-    blocks.opened(names[0]).close()
-    blocks.keep(names[3], bytes([3]) * 100)
-    assert [(blocks.folder / name).exists() for name in names] == [True, False, True, True]
-
-
 @pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: bytes([b[0] ^ 1]) + b[1:]])
 def test_a_damaged_block_of_the_cache_is_fetched_again(folder, url, cache, damage):
     batches(windows(url))
