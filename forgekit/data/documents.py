@@ -5,9 +5,8 @@ each record holds the position after it, in plain JSON values. Reading resumes e
 record's ``after``. The same source can be read twice, or by several readers that share the
 documents: reader ``part`` of ``parts`` gets every ``parts``-th.
 
-A streamed Hugging Face dataset resumes by its own ``state_dict``. That is exact with one exception:
-a shuffle buffer is refilled instead of restored, so documents are lost. Such a dataset is refused
-unless resuming may read it again from its start, which is exact and slow.
+A Hugging Face dataset resumes by its own ``state_dict``. That is exact with one exception:
+a shuffle buffer is refilled instead of restored, so documents are lost. Such a dataset is refused.
 """
 
 from __future__ import annotations
@@ -205,7 +204,6 @@ def huggingface_documents(
     streaming: bool = True,
     text_key: str = "text",
     errors: Errors = "raise",
-    reread: bool = False,
 ) -> HuggingFaceDocuments:
     """Read documents out of a Hugging Face dataset.
 
@@ -218,16 +216,13 @@ def huggingface_documents(
         streaming: Read a named dataset during its download instead of after it.
         text_key: The column of the text.
         errors: Whether rows without a text raise or are skipped; see ``text_documents``.
-        reread: Resume by reading again from the start up to the position. Exact also with a shuffle
-            buffer, if its seed is fixed.
 
     Returns:
         The documents, for ``prepare`` and ``stream_documents``.
 
     Raises:
         ImportError: If ``datasets`` is not installed.
-        ValueError: If there is no such column or split, or the dataset has a shuffle buffer and
-            ``reread`` is False.
+        ValueError: If there is no such column or split, or the dataset has a shuffle buffer.
 
     Examples:
         >>> import datasets
@@ -253,41 +248,32 @@ def huggingface_documents(
     if dataset.column_names is not None:  # else they are known only on reading
         check_column("the dataset", text_key, dataset.column_names)
         dataset = dataset.select_columns([text_key])  # the others are never decoded
-    is_streamed = not hasattr(dataset, "__len__")
-    if is_streamed:
-        _check_stream(dataset, reread=reread)
-    return HuggingFaceDocuments(dataset, text_key, errors, reread, is_streamed, identity)
+    is_whole = isinstance(dataset, datasets.Dataset)
+    name = dataset._fingerprint if is_whole else dataset.info.dataset_name
+    fingerprint = f"{name} {dataset.info.version} {dataset.split} {text_key} {identity}"
+    dataset = dataset.to_iterable_dataset() if is_whole else dataset
+    _check_stream(dataset)
+    return HuggingFaceDocuments(dataset, text_key, errors, fingerprint)
 
 
 @attrs.frozen
 class HuggingFaceDocuments:
     """Documents in a Hugging Face dataset; ``huggingface_documents`` makes one.
 
-    A position is ``[row]`` in a whole dataset, and ``[row, state, read]`` in a streamed one: the
-    dataset's own state, None at its start, and the rows read since.
+    A position is ``[row, state, read]``: the row; the dataset's own state, None at its start; and
+    the rows read since.
 
     Attributes:
-        dataset: The dataset.
+        dataset: The dataset, to be read in its order.
         text_key: The column of the text.
         errors: Whether rows without a text raise or are skipped.
-        reread: Whether to resume by reading again from the start.
-        is_streamed: Whether rows can be read in order only.
-        identity: Name, configuration and split of a dataset that was loaded by name.
+        fingerprint: Identifies the dataset: by its own fingerprint or, if streamed, by its name.
     """
 
     dataset: Any = attrs.field(repr=False)
     text_key: str
     errors: Errors
-    reread: bool
-    is_streamed: bool
-    identity: str
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the dataset: by its own fingerprint or, if streamed, by its name."""
-        info = self.dataset.info
-        name = info.dataset_name if self.is_streamed else self.dataset._fingerprint
-        return f"{name} {info.version} {self.dataset.split} {self.text_key} {self.identity}"
+    fingerprint: str
 
     size = None  # bytes are unknown before the dataset is read
 
@@ -297,24 +283,11 @@ class HuggingFaceDocuments:
     def read(self, position: Any = None, *, part: int = 0, parts: int = 1) -> Iterator[Record]:
         """Yield this part's documents from a position on; see ``Documents``.
 
-        A streamed dataset is divided by its files where their number allows it, else by rows.
+        The dataset is divided by its files where their number allows it, else by rows.
         """
-        rows = (self._streamed if self.is_streamed else self._whole)(position, part, parts)
-        located = (
-            (name, partial(check_cell, name, self.text_key, value), after, 0)
-            for name, value, after in rows
-        )
-        return read_texts(located, self.errors)
+        return read_texts(self._rows(position, part, parts), self.errors)
 
-    def _whole(self, position: Any, part: int, parts: int) -> Iterator[tuple[str, Any, Any]]:
-        (start,) = position or (0,)
-        for first in range(start, len(self.dataset), ROWS_AT_ONCE):
-            texts = self.dataset[first : first + ROWS_AT_ONCE][self.text_key]
-            for row, text in enumerate(texts, start=first):
-                if row % parts == part:
-                    yield f"row {row}", text, [row + 1]
-
-    def _streamed(self, position: Any, part: int, parts: int) -> Iterator[tuple[str, Any, Any]]:
+    def _rows(self, position: Any, part: int, parts: int) -> Iterator[Located]:
         from datasets.distributed import split_dataset_by_node
 
         suffix = f" of part {part} of {parts}" if parts > 1 else ""
@@ -329,21 +302,22 @@ class HuggingFaceDocuments:
             for text in batch[self.text_key]:
                 row, since = row + 1, since + 1
                 if since > read:
-                    yield f"row {row - 1}{suffix}", text, [row, state, since]
-            if not self.reread:
-                read, since, state = max(0, read - since), 0, rows.state_dict()
+                    name = f"row {row - 1}{suffix}"
+                    load = partial(check_cell, name, self.text_key, text)
+                    yield name, load, [row, state, since], 0
+            read, since, state = max(0, read - since), 0, rows.state_dict()
 
 
-def _check_stream(dataset: Any, *, reread: bool) -> None:
-    if getattr(dataset, "_distributed", None):
+def _check_stream(dataset: Any) -> None:
+    if dataset._distributed:
         raise ValueError(
             "this dataset was divided by split_dataset_by_node before, and would be divided "
             "again. Pass it whole: rank and world of stream_documents divide it."
         )
-    if not reread and _has_buffer(getattr(dataset, "_ex_iterable", None)):
+    if _has_buffer(dataset._ex_iterable):
         raise ValueError(
             "this dataset has a shuffle buffer, and a resumed stream would lose what is in it. "
-            "Stream it unshuffled, prepare token files, or pass reread=True to read it again."
+            "Stream it unshuffled, or prepare token files, whose rows a loader shuffles."
         )
 
 

@@ -161,8 +161,9 @@ def make_order(
     Raises:
         TypeError: If a number of rows is no integer.
         ValueError: If there is no source, or one without rows, if weights are missing, unknown,
-            negative, not finite or all 0, if a share is positive and below 1e-6, if phases do not
+            negative or not finite, if a share is positive and below 1e-6, if phases do not
             increase, or ``temperature`` is not positive.
+        ZeroDivisionError: If all weights are 0.
 
     Examples:
         >>> sizes, change = {"code": 1000, "prose": 500}, Phase(start=163_840, weights={"code": 2})
@@ -228,17 +229,16 @@ class Stretch:
 
     def assign(self, block: int) -> tuple[Integers, Integers]:
         """Find the source of each sample of a block, and that source's samples before it."""
-        before = self.counts_until(block)
-        counts = self.counts_until(block + 1) - before
-        positions = np.arange(self.size)
-        unshuffled = np.repeat(np.arange(len(counts)), counts)
+        before = self.before + self.counts_until(block)
+        counts = self.before + self.counts_until(block + 1) - before
         key = int(hash_integers(self.start + block * self.size, self.key))
-        sources = unshuffled[np.argsort(hash_integers(positions, key), kind="stable")]
-        nth = np.empty_like(positions)  # of its source within the block
-        nth[np.argsort(sources, kind="stable")] = (
-            positions - (np.cumsum(counts) - counts)[unshuffled]
+        shuffle = np.argsort(hash_integers(np.arange(self.size), key), kind="stable")
+        sources = np.repeat(np.arange(len(counts)), counts)[shuffle]
+        nth = np.empty_like(sources)
+        nth[np.argsort(sources, kind="stable")] = np.concatenate(
+            [np.arange(first, first + count) for first, count in zip(before, counts, strict=True)]
         )
-        return sources, (self.before + before)[sources] + nth
+        return sources, nth
 
 
 @attrs.frozen(eq=False)
@@ -400,10 +400,8 @@ def _mixed_weights(
         if unknown := [name for name in mixed if name not in sizes]:
             raise ValueError(f"{of_phase} name {quoted(unknown)}; the sources are {quoted(sizes)}.")
         check_numbers(**{f"{of_phase}[{name!r}]": (mixed[name], 0) for name in mixed})
-        if not (largest := max(mixed.values())):
-            raise ValueError(f"{of_phase} are all 0; at least one must be above 0.")
         # The largest weight is 1, so no power overflows; none that is positive becomes 0.
-        shares = (mixed[name] / largest for name in sizes)
+        shares = (mixed[name] / max(mixed.values()) for name in sizes)
         powers = [share and max(share ** (1 / temperature), math.ulp(0)) for share in shares]
         yield operator.index(phase.start), powers
 
@@ -498,19 +496,15 @@ class Mixture:
     def __getitems__(self, samples: Sequence[int]) -> TensorDict:
         """Build the batch of these samples, reading each dataset once, ``batch_size=[b]``."""
         sources, rows = self.order.find(samples)
-        by_source = np.argsort(sources, kind="stable")
-        present, counts = np.unique(sources, return_counts=True)
-        shares = np.split(rows[by_source], np.cumsum(counts)[:-1])
         parts = {
-            self.order.sources[source]: read_rows(self.datasets[source], share.tolist())
-            for source, share in zip(present.tolist(), shares, strict=True)
+            f'source "{self.order.sources[n]}"': read_rows(
+                self.datasets[n], rows[sources == n].tolist()
+            )
+            for n in np.unique(sources).tolist()
         }
-        check_alike({f'source "{name}"': part for name, part in parts.items()}, dim=1)
-        back = torch.from_numpy(np.argsort(by_source))
-        first, *others = parts.values()
-        if "source" in first:
+        check_alike(parts, dim=1)
+        by_source = torch.from_numpy(np.argsort(sources, kind="stable"))
+        batch = torch.cat([*parts.values()])[by_source.argsort()]
+        if "source" in batch:
             raise ValueError('rows have a "source", which the mixture adds; rename theirs.')
-        keys: list[Any] = list(first.keys())
-        joined = {key: torch.cat([first[key], *(part[key] for part in others)]) for key in keys}
-        batch = {key: rows.index_select(0, back) for key, rows in joined.items()}
-        return TensorDict({**batch, "source": torch.from_numpy(sources)}, [len(samples)])
+        return batch.set("source", torch.from_numpy(sources))

@@ -162,31 +162,23 @@ def prepare(
     made_from = digest(facts)
     texts = TextReader(documents, held_out_every, progress or (lambda *_: None))
     prepared = _open_made(out, made_from)
-    if prepared is None or (prepared.broken and not texts.may_skip):
-        with atomic_directory(out, is_replaceable=_is_prepared, key=made_from[:12]) as folder:
-            learnt = _tokenizer(folder, texts, given, vocab_size, sample_bytes)
-            sizes = {"vocab_size": vocabulary_size(learnt), "eos_id": token_id(learnt, eos_token)}
-            parts = _write_parts(folder, texts, workers)
-            position = _Position(**_facts_of(parts[-1])["end"])
-            for problem in position.problems:
-                log.warning("left out: %s", printable(problem))
-            asked = vocab_size if given is None else None
-            metadata = {"made_from": made_from, "vocab_size_asked": asked}
-            metadata |= {"broken": position.broken, "first_broken": position.problems}
-            (folder / HELD_OUT).mkdir(exist_ok=True)
-            for is_held_out, target in ((True, folder / HELD_OUT), (False, folder)):
-                ids = _documents_in(parts, is_held_out, metadata)
-                fill_tokens(target, ids, **sizes, metadata=metadata, shard_tokens=shard_tokens)
-            shutil.rmtree(folder / PARTS)
-        prepared = Prepared(out, open_tokens(out), open_tokens(out / HELD_OUT), is_new=True)
-    file = prepared.train
-    if file.vocab_size < (asked := file.metadata["vocab_size_asked"] or 0):  # the model must fit it
-        log.warning(
-            f"the tokenizer has {file.vocab_size:,} tokens instead of {asked:,}: the "
-            f"{file.metadata['text_bytes']:,} bytes of training text hold no more pairs of tokens "
-            f"to join. Prepare more text, or ask for a vocabulary of {file.vocab_size:,}"
-        )
-    return prepared
+    if prepared is not None and (texts.may_skip or not prepared.broken):
+        return prepared
+    with atomic_directory(out, is_replaceable=_is_prepared, key=made_from[:12]) as folder:
+        learnt = _tokenizer(folder, texts, given, vocab_size, sample_bytes)
+        sizes = {"vocab_size": vocabulary_size(learnt), "eos_id": token_id(learnt, eos_token)}
+        parts = _write_parts(folder, texts, workers)
+        position = _Position(**_facts_of(parts[-1])["end"])
+        for problem in position.problems:
+            log.warning("left out: %s", printable(problem))
+        problems = {"broken": position.broken, "first_broken": position.problems}
+        metadata = {"made_from": made_from, **problems}
+        (folder / HELD_OUT).mkdir(exist_ok=True)
+        for is_held_out, target in ((True, folder / HELD_OUT), (False, folder)):
+            ids = _documents_in(parts, is_held_out, metadata)
+            fill_tokens(target, ids, **sizes, metadata=metadata, shard_tokens=shard_tokens)
+        shutil.rmtree(folder / PARTS)
+    return Prepared(out, open_tokens(out), open_tokens(out / HELD_OUT), is_new=True)
 
 
 @attrs.frozen

@@ -285,14 +285,16 @@ class DocumentRows:
         while self.epochs is None or before.epoch < self.epochs:
             is_empty = before.position is None
             records = self.documents.read(before.position, part=part, parts=parts)
-            contents = self._contents(records, before)
-            if self.tokenizer is not None:
-                contents = encode_texts(self.tokenizer, contents)
-            for after, ids in contents:
+            for record, ids in self._encoded(records):
                 if len(ids):
                     is_empty = False
                     yield np.append(ids, ids.dtype.type(self.eos_id)), before
-                before = after
+                broken = before.broken
+                if record.problem is not None:
+                    broken += 1
+                    if broken <= BROKEN_NAMED:
+                        log.warning("left out: %s", printable(record.problem))
+                before = Cursor(record.after, epoch=before.epoch, broken=broken)
             if is_empty:
                 raise ValueError(
                     f"reader {part} of {parts} found no document ({before.broken} are broken). "
@@ -300,16 +302,10 @@ class DocumentRows:
                 )
             before = Cursor(epoch=before.epoch + 1, broken=before.broken)
 
-    def _contents(self, records: Iterable[Record], cursor: Cursor) -> Iterator[tuple[Cursor, Any]]:
-        """Yield the cursor after each document and its content; a broken one counts as empty."""
-        broken = cursor.broken
-        for record in records:
-            content: Any = record.content
-            if record.problem is not None:
-                broken += 1
-                content = () if self.tokenizer is None else ""
-                if broken <= BROKEN_NAMED:
-                    log.warning("left out: %s", printable(record.problem))
-            if self.tokenizer is None:
-                content = check_ids(record.name, content)
-            yield Cursor(record.after, epoch=cursor.epoch, broken=broken), content
+    def _encoded(self, records: Iterable[Record]) -> Iterator[tuple[Record, NDArray[Any]]]:
+        """Yield records and their token ids; a broken one has none."""
+        nothing: Any = () if self.tokenizer is None else ""
+        pairs = ((each, nothing if each.problem else each.content) for each in records)
+        if self.tokenizer is None:
+            return ((record, check_ids(record.name, ids)) for record, ids in pairs)
+        return encode_texts(self.tokenizer, pairs)

@@ -92,10 +92,11 @@ def stdlib_documents() -> TextDocuments:
     packages are left out.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    return TextDocuments(
-        tuple(root / file for file in files if _NOT_LIBRARY.isdisjoint(file.parts))
-    )
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = (name for name in folders if name not in _NOT_LIBRARY)  # not looked into
+        files += (Path(folder, name).relative_to(root) for name in names if name.endswith(".py"))
+    return TextDocuments(tuple(root / file for file in sorted(files)))
 
 
 @attrs.frozen

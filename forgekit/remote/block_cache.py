@@ -22,7 +22,6 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from forgekit.checks import check_numbers
 from forgekit.remote.urls import Url, local_folder, retried
 
 BLOCK_BYTES = 2**19
@@ -60,7 +59,8 @@ class BlockCache:
     """
 
     def __init__(self) -> None:
-        self.folder, self.limit = local_folder() / "blocks", _limit()
+        self.folder = local_folder() / "blocks"
+        self.limit = int(float(os.environ.get("FORGEKIT_CACHE_GIB", CACHE_GIB)) * 2**30)
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._checked: set[str] = set()
@@ -104,13 +104,6 @@ class BlockCache:
                     break
                 file.unlink(missing_ok=True)
                 total -= freed
-
-
-def _limit() -> int:
-    text = os.environ.get("FORGEKIT_CACHE_GIB", CACHE_GIB)
-    gib: Any = float(text) if text.replace(".", "", 1).isdigit() else text
-    check_numbers(FORGEKIT_CACHE_GIB=(gib, 0))
-    return int(gib * 2**30)
 
 
 @attrs.frozen(eq=False)

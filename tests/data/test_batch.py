@@ -12,7 +12,6 @@ from forgekit.data.batch import (
     apply_transforms,
     check_batch,
     collate,
-    join_positions,
     mask_batch,
     pad_positions,
     shard_sequence,
@@ -33,66 +32,9 @@ def full_batch(**tensors):
     return batch_of(**(given | {"source": torch.tensor([0, 1])} | tensors))
 
 
-def test_whole_batches_pass():
-    check_batch(full_batch())
-    check_batch(batch_of(input_ids=IDS.int(), labels=IDS.int()))
-
-
-BAD = {
-    'has no "labels"; it has "input_ids", "doc_ids". forgekit.shift_labels adds them': lambda: (
-        check_batch(batch_of(input_ids=IDS, doc_ids=IDS))
-    ),
-    r'"input_ids" has shape \(2, 3, 1\); it must be \[b s\], .* forgekit\.data\.collate': lambda: (
-        check_batch(full_batch(input_ids=IDS[..., None]))
-    ),
-    r"batch is a dict with batch_size None; a micro-batch is a TensorDict\(tens": lambda: (
-        check_batch({"input_ids": IDS})
-    ),
-    r'"labels" has shape \(2, 2\); it must be \[b s\] like input_ids, here \(2, 3\)': lambda: (
-        check_batch(full_batch(labels=IDS[:, 1:]))
-    ),
-    r'"labels" holds torch.float16; .* \.to\(device\)': lambda: check_batch(
-        full_batch(labels=IDS.half())
-    ),
-    r'"labels" holds torch.uint8, which has no -100; .*\.long\(\)': lambda: mask_batch(
-        full_batch(labels=IDS.to(torch.uint8))
-    ),
-    r'batch has "labels" already; .* del batch\["labels"\]': lambda: shift_labels(full_batch()),
-    r'"input_ids" has shape \(2, 1\); shifting needs': lambda: shift_labels(
-        batch_of(input_ids=IDS[:, :1])
-    ),
-    "a row has 3 positions, more than 2; truncate or drop": lambda: pad_positions(full_batch(), 2),
-    'batch has no "labels"': lambda: pad_positions(batch_of(input_ids=IDS), 4),
-    r"sample 1 has \{'a': .*int64, \[2, 3\]\), 'b': .*; sample 0 has \{'a': .*All must": lambda: (
-        collate([{"a": IDS}, {"a": IDS, "b": IDS}])
-    ),
-    "the transform <lambda> returned a NoneType with batch_size None; return a Ten": lambda: (
-        apply_transforms(full_batch(), [lambda batch: None])
-    ),
-    r"with batch_size torch.Size\(\[1\]\); .* torch.Size\(\[2\]\): rows count samples": lambda: (
-        apply_transforms(full_batch(), [lambda batch: batch[:1]])
-    ),
-    r"18 positions must be divisible by 2 \* world = 8 to be sharded zigzag; .*16 and 24": lambda: (
-        shard_sequence(sequences(18), rank=0, world=4)
-    ),
-    r"rank 3 must lie in range\(world=3\)": lambda: shard_sequence(sequences(18), rank=3, world=3),
-    "method is 'striped'; it is one of": lambda: shard_sequence(
-        sequences(18), rank=0, world=3, method="striped"
-    ),
-    "slice 1 has .*; slice 0 has .*labels": lambda: unshard_sequence(
-        [sequences(8), sequences(8).exclude("labels")]
-    ),
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_batches_are_named(message):
-    with pytest.raises((ValueError, TypeError), match=message):
-        BAD[message]()
-
-
 def test_labels_are_the_next_tokens_and_share_no_memory():
     shifted = shift_labels(batch_of(input_ids=IDS, position_ids=IDS + 10, source=IDS[:, 0]))
+    check_batch(shifted)
     assert shifted["input_ids"].tolist() == [[0, 1], [3, 4]]
     assert shifted["labels"].tolist() == [[1, 2], [4, 5]]
     assert shifted["position_ids"].tolist() == [[10, 11], [13, 14]]
@@ -109,28 +51,22 @@ def test_no_label_crosses_documents_or_reaches_padding():
     assert shift_labels(batch)["labels"].tolist() == [[1, -100, 3, -100, -100]]
 
 
-def test_a_masked_batch_carries_no_loss_and_leaves_the_original():
-    batch = full_batch()
-    masked = mask_batch(batch)
-    assert masked["labels"].eq(-100).all()
-    assert masked["doc_ids"].eq(-1).all()
-    assert masked["input_ids"].equal(IDS)
-    assert batch["labels"].equal(IDS)
-    assert batch["doc_ids"].equal(IDS)
-
-
-def test_padding_fills_each_key_in_its_way():
-    documents = torch.tensor([[0, 0, 1], [0, 0, 0]])
-    batch = full_batch(doc_ids=documents, labels=IDS + 1)
+def test_padding_and_masking_fill_each_key_in_its_way():
+    batch = full_batch(doc_ids=torch.tensor([[0, 0, 1], [0, 0, 0]]), labels=IDS + 1)
     padded = pad_positions(batch, multiple=4, token=9)
     assert padded["input_ids"].tolist() == [[0, 1, 2, 9], [3, 4, 5, 9]]
     assert padded["labels"].tolist() == [[1, 2, 3, -100], [4, 5, 6, -100]]
     assert padded["doc_ids"].tolist() == [[0, 0, 1, -1], [0, 0, 0, -1]]
     assert padded["position_ids"][:, 3].tolist() == [0, 0]
     assert padded["source"].tolist() == [0, 1]
-    assert batch["labels"].shape == (2, 3)
     assert pad_positions(batch, 5, multiple=4)["labels"].shape == (2, 8)
     assert pad_positions(padded, multiple=2)["labels"].equal(padded["labels"])
+    masked = mask_batch(batch)
+    assert masked["labels"].eq(-100).all()
+    assert masked["doc_ids"].eq(-1).all()
+    assert masked["input_ids"].equal(IDS)
+    assert batch["labels"].equal(IDS + 1)
+    assert batch["doc_ids"].tolist() == [[0, 0, 1], [0, 0, 0]]
 
 
 METHODS = ("zigzag", "contiguous")
@@ -148,6 +84,10 @@ def sequences(positions, rows=2):
         "replay": choices,  # of experts by layer, for example
     }
     return TensorDict(tensors, batch_size=[rows])
+
+
+def sharded(positions, rank, world, method="zigzag"):
+    return lambda: shard_sequence(sequences(positions), rank=rank, world=world, method=method)
 
 
 @given(
@@ -177,7 +117,42 @@ def test_chunks_by_hand():
     taken = [slice_positions(ids, rank=rank, world=3).tolist() for rank in range(3)]
     assert taken == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
     assert slice_positions(ids, rank=2, world=3, method="contiguous").tolist() == [8, 9, 10, 11]
-    assert join_positions([ids[6:], ids[:6]], method="contiguous").tolist() == [
-        *range(6, 12),
-        *range(6),
-    ]
+
+
+BAD = {
+    'has no "labels"; it has "input_ids", "doc_ids". forgekit.shift_labels adds them': lambda: (
+        check_batch(batch_of(input_ids=IDS, doc_ids=IDS))
+    ),
+    r'"input_ids" has shape \(2, 3, 1\); it must be \[b s\], .* forgekit\.data\.collate': lambda: (
+        check_batch(full_batch(input_ids=IDS[..., None]))
+    ),
+    r'"labels" has shape \(2, 2\); it must be \[b s\] like input_ids, here \(2, 3\)': lambda: (
+        check_batch(full_batch(labels=IDS[:, 1:]))
+    ),
+    r'"labels" holds torch.float16; .* \.to\(device\)': lambda: check_batch(
+        full_batch(labels=IDS.half())
+    ),
+    r'"labels" holds torch.uint8, which has no -100; .*\.long\(\)': lambda: mask_batch(
+        full_batch(labels=IDS.to(torch.uint8))
+    ),
+    r'batch has "labels" already; .* del batch\["labels"\]': lambda: shift_labels(full_batch()),
+    r'"input_ids" has shape \(2, 1\); shifting needs': lambda: shift_labels(
+        batch_of(input_ids=IDS[:, :1])
+    ),
+    "a row has 3 positions, more than 2; truncate or drop": lambda: pad_positions(full_batch(), 2),
+    'batch has no "labels"': lambda: pad_positions(batch_of(input_ids=IDS), 4),
+    r"sample 1 has \{'a': .*int64, \[2, 3\]\), 'b': .*; sample 0 has \{'a': .*All must": lambda: (
+        collate([{"a": IDS}, {"a": IDS, "b": IDS}])
+    ),
+    r"returned a TensorDict with batch_size torch.Size\(\[1\]\); .* rows count samples": lambda: (
+        apply_transforms(full_batch(), [lambda batch: batch[:1]])
+    ),
+    r"18 positions must be divisible by 2 \* world = 8 .* zigzag; .*16 and 24": sharded(18, 0, 4),
+    "method is 'striped'; it is one of": sharded(18, 0, 3, "striped"),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_batches_are_named(message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        BAD[message]()

@@ -17,15 +17,9 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-GENERATION = (
-    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content | trim }}<|im_end|>{% endgeneration %}\n{% else %}"
-    "{{ m.content | trim }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 INSTRUCT = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% elif m.role == 'assistant' %}{{ ' ' + m.content + eos_token }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
 TOOLS = (
@@ -57,7 +51,6 @@ BROKEN = {
         CHATML.replace("{{ m.content }}", "{% if m.role == 'user' %}{{ m.content }}{% endif %}")
     ),
     "cannot be rendered: alternate": "{{ raise_exception('alternate, please') }}",
-    r"cannot be rendered: .*chat_template.*not set": None,
 }
 
 USER = {"role": "user", "content": "What is two and two?"}
@@ -87,21 +80,17 @@ def _tokenizer(template: str | None, *, adds_start: bool = False, eos: str | Non
 
     tokenizer = Tokenizer.from_str(_base())
     if adds_start:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            "<s> $A", special_tokens=[("<s>", 0)]
-        )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token=eos, pad_token="</s>"
-    )
+        start = [("<s>", 0)]
+        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=start)
+    special = {"bos_token": "<s>", "eos_token": eos, "pad_token": "</s>"}
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = template
     return fast
 
 
-def _encode(template, messages, **options):
-    turn_by_turn = options.pop("turn_by_turn", False)
-    return ChatEncoder(_tokenizer(template), turn_by_turn).conversation(
-        "line:1", messages, **options
-    )
+def _encode(template, messages, turn_by_turn=False, **options):
+    encoder = ChatEncoder(_tokenizer(template), turn_by_turn)
+    return encoder.conversation("line:1", messages, **options)
 
 
 def _write(path, *lines):
@@ -113,6 +102,15 @@ def _trained_text(tokenizer, example):
     return tokenizer.decode(example.ids[example.trained])
 
 
+def _documents(rows):
+    """Ids, labels and number of each document in its row."""
+    for row in rows:
+        for number in range(int(row["doc_ids"].max()) + 1):
+            mine = row["doc_ids"] == number
+            assert row["position_ids"][mine].tolist() == list(range(int(mine.sum())))
+            yield row["input_ids"][mine].tolist(), row["labels"][mine].tolist(), number
+
+
 CHATS = [
     [USER, ANSWER, *MORE],
     [USER, ANSWER, USER],
@@ -121,7 +119,7 @@ CHATS = [
 ]
 
 
-TEMPLATES = {"generation": GENERATION, "instruct": INSTRUCT, "tools": TOOLS}
+TEMPLATES = {"instruct": INSTRUCT, "tools": TOOLS}
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
@@ -197,23 +195,18 @@ def test_a_template_that_forgets_reasoning_is_refused_or_rendered_turn_by_turn()
         assert (example.trained == (np.arange(len(example.ids)) >= len(prompt))).all()
 
 
-@pytest.mark.parametrize("message", BROKEN)
-def test_a_template_that_cannot_be_proved_is_refused(message):
-    with pytest.raises(ValueError, match=message):
-        _encode(BROKEN[message], [USER, {**ANSWER, "content": "Four</s>, I think."}, *MORE])
-
-
-MESSAGES = {
-    r'no assistant\'s turn to train; its roles are "user"': [USER],
-    r"messages hold 'hello'; they must be a list": "hello",
-    r"hold .*image.*; they": [{**USER, "content": [{"type": "image"}]}, ANSWER],
+TO_PROVE = [USER, {**ANSWER, "content": "Four</s>, I think."}, *MORE]
+REFUSED = {message: (template, TO_PROVE) for message, template in BROKEN.items()} | {
+    r'no assistant\'s turn to train; its roles are "user"': (CHATML, [USER]),
+    r"messages hold 'hello'; they must be a list": (CHATML, "hello"),
+    r"hold .*image.*; they": (CHATML, [{**USER, "content": [{"type": "image"}]}, ANSWER]),
 }
 
 
-@pytest.mark.parametrize("message", MESSAGES)
-def test_messages_that_are_none_are_refused(message):
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_proved_is_refused(message):
     with pytest.raises(ValueError, match=rf"^line:1:? .*{message}"):
-        _encode(CHATML, MESSAGES[message])
+        _encode(*REFUSED[message])
 
 
 @pytest.mark.parametrize("adds_start", [False, True])
@@ -226,6 +219,8 @@ def test_a_completion_is_trained_with_its_end(adds_start, prompt):
     assert ids[-1] == tokenizer.eos_token_id
     assert ids.count(tokenizer.eos_token_id) == 1
     assert _trained_text(tokenizer, example).lstrip() == "Four.</s>"
+    with pytest.raises(ValueError, match="no eos_token, so a model never learns to stop"):
+        ChatEncoder(_tokenizer(None, eos=None)).completion("line:1", prompt, "Four.")
 
 
 def test_a_token_across_the_boundary_is_trained_and_counted(tmp_path):
@@ -247,25 +242,17 @@ def test_packed_rows_hold_every_example_with_its_labels(tmp_path):
     chats = [[USER, ANSWER], [USER, ANSWER, *MORE], [USER, MORE[1]]] * 3
     file = _write(tmp_path / "a.jsonl", *({"messages": chat} for chat in chats))
     rows = chat_dataset(file, tokenizer, 96)
-    encoder = ChatEncoder(tokenizer)
-    wanted = []
+    expected = []
     for chat in chats:
-        (example,) = encoder.conversation("", chat)
+        (example,) = ChatEncoder(tokenizer).conversation("", chat)
         labels = np.where(example.trained, example.ids, -100)[1:].tolist()
-        wanted.append((example.ids.tolist(), [*labels, -100]))
-    found = []
-    for row in rows:
-        for number in range(int(row["doc_ids"].max()) + 1):
-            mine = row["doc_ids"] == number
-            found.append((row["input_ids"][mine].tolist(), row["labels"][mine].tolist()))
-            assert row["position_ids"][mine].tolist() == list(range(int(mine.sum())))
-    assert sorted(found) == sorted(wanted)
+        expected.append((example.ids.tolist(), [*labels, -100]))
+    assert sorted((ids, labels) for ids, labels, _ in _documents(rows)) == sorted(expected)
     assert len(rows) < len(chats)
-    assert any(
-        (row["input_ids"][row["doc_ids"] == -1] == tokenizer.eos_token_id).any() for row in rows
-    )
+    padding = [row["input_ids"][row["doc_ids"] == -1] for row in rows]
+    assert any((ids == tokenizer.eos_token_id).any() for ids in padding)
     assert rows.counts.trained == sum(int((row["labels"] != -100).sum()) for row in rows)
-    assert rows.counts.tokens == sum(len(ids) for ids, _ in wanted)
+    assert rows.counts.tokens == sum(len(ids) for ids, _ in expected)
     fk.check_batch(rows.__getitems__([0, 1]))
 
 
@@ -284,7 +271,7 @@ def test_lines_are_held_out_and_the_fingerprint_is_of_the_rows(tmp_path):
     assert chat_dataset(file, tokenizer, 48, held_out_every=3).fingerprint != rows.fingerprint
 
 
-@pytest.mark.parametrize("length", [8, 17, 26])
+@pytest.mark.parametrize("length", [8, 26])
 def test_a_long_example_is_cut_dropped_or_refused(tmp_path, length):
     tokenizer = _tokenizer(CHATML)
     line = {"messages": [USER, ANSWER, *MORE]}
@@ -316,53 +303,42 @@ def test_both_answers_of_a_pair_are_neighbours_in_one_row(tmp_path, line):
     tokenizer = _tokenizer(CHATML)
     swapped = {**line, "chosen": line["rejected"], "rejected": line["chosen"]}
     rows = preference_dataset(_write(tmp_path / "a.jsonl", line, line, swapped), tokenizer, 128)
-    texts = []
-    for row in rows:
-        for number in range(int(row["doc_ids"].max()) + 1):
-            mine = row["doc_ids"] == number
-            labels = row["labels"][mine]
-            texts.append((tokenizer.decode(labels[labels != -100]).strip(), number))
-    if isinstance(line["chosen"], str):
-        good, bad = (line[key] + "</s>" for key in ("chosen", "rejected"))
-    else:
+    texts, numbers = [], []
+    for _, labels, number in _documents(rows):
+        texts.append(tokenizer.decode([label for label in labels if label != -100]).strip())
+        numbers.append(number % 2)
+    assert numbers == [0, 1] * 3
+    good, bad = ("Four.</s>", "Five, I think.</s>")
+    if not isinstance(line["chosen"], str):
         good, bad = (turn["content"] + "<|im_end|>" for turn in (ANSWER, MORE[1]))
-    pairs = list(zip(texts[::2], texts[1::2], strict=True))
-    assert all(number % 2 == 0 and other == number + 1 for (_, number), (_, other) in pairs)
-    assert sorted((one, other) for (one, _), (other, _) in pairs) == sorted(
-        [(good, bad), (good, bad), (bad, good)]
-    )
+    pairs = sorted(zip(texts[::2], texts[1::2], strict=True))
+    assert pairs == sorted([(good, bad), (good, bad), (bad, good)])
 
 
-READ = partial(chat_dataset, long="drop")
-REFUSED = {
-    r'a.jsonl:1 has the keys "text"; a line to train on has "messages"': (READ, {"text": "a"}),
+LONG = {"prompt": "a" * 99, "completion": "b"}
+DROP = partial(chat_dataset, long="drop")
+LINES = {
+    r'a.jsonl:1 has the keys "text"; a line to train on has "messages"': (DROP, {"text": "a"}),
     r"a.jsonl:1 has 'a' as prompt and .* as completion; both must be texts": (
-        READ,
+        DROP,
         {"prompt": "a", "completion": [ANSWER]},
     ),
-    r"a.jsonl:1 is \[1\]; each line must be one JSON object": (READ, [1]),
-    r"nothing is supervised: 0 examples of 1 lines.*1 dropped": (
-        READ,
-        {"prompt": "a" * 99, "completion": "b"},
-    ),
+    r"a.jsonl:1 is \[1\]; each line must be one JSON object": (DROP, [1]),
+    r"nothing is supervised: 0 examples of 1 lines.*1 dropped": (DROP, LONG),
     r'has the keys "prompt", "chosen"; a preference has "chosen"': (
         preference_dataset,
         {"prompt": "a", "chosen": "b"},
     ),
     r"a.jsonl:1 has \d+ tokens; a row has 16 positions": (preference_dataset, PAIRS["messages"]),
+    'long is \'truncate\'; it is one of "error", "drop"': (
+        partial(preference_dataset, long="truncate"),
+        LONG,
+    ),
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
+@pytest.mark.parametrize("message", LINES)
 def test_a_line_that_cannot_be_trained_is_refused(tmp_path, message):
-    read, line = REFUSED[message]
+    read, line = LINES[message]
     with pytest.raises(ValueError, match=message):
         read(_write(tmp_path / "a.jsonl", line), _tokenizer(CHATML), 16)
-
-
-def test_what_no_data_set_can_be_made_with_is_refused(tmp_path):
-    file = _write(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b"})
-    with pytest.raises(ValueError, match="no eos_token, so a model never learns to stop"):
-        chat_dataset(file, _tokenizer(CHATML, eos=None), 16)
-    with pytest.raises(ValueError, match='long is \'truncate\'; it is one of "error", "drop"'):
-        preference_dataset(file, _tokenizer(CHATML), 16, long="truncate")

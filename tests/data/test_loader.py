@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -14,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import launch
 from tensordict import TensorDict
 
 from forgekit.data.batch import shift_labels
@@ -22,10 +20,10 @@ from forgekit.data.order import sample_rows
 
 
 class Rows:
-    """A dataset whose row ``i`` is made of the number ``i``; batched or row by row."""
+    """A dataset whose row ``i`` is made of the number ``i``; notes what is read."""
 
     def __init__(self, n, broken=None):
-        self.n, self.broken = n, broken
+        self.n, self.broken, self.read = n, broken, []
 
     def __len__(self):
         return self.n
@@ -33,6 +31,7 @@ class Rows:
     def __getitem__(self, row):
         if row == self.broken:
             raise KeyError("row is bad", row)
+        self.read.append(row)
         ids = torch.full((3,), row)
         return TensorDict({"input_ids": ids, "labels": ids, "doc_ids": ids * 0})
 
@@ -43,17 +42,23 @@ class BatchedRows(Rows):
         return TensorDict({"input_ids": ids, "labels": ids + 1000}, batch_size=[len(rows)])
 
 
-class DyingRows(Rows):
-    def __getitem__(self, row):
-        os._exit(1)
-
-
 def rows_of(batch):
     return batch["input_ids"][:, 0].tolist()
 
 
 def take(loader, count):
     return [rows_of(batch) for batch in itertools.islice(loader, count)]
+
+
+def real_rows(loader):
+    """Rows with a loss, by their sample."""
+    part, seen = loader._batches, {}
+    for number, batch in enumerate(loader):
+        real = batch["labels"][:, 0] != -100  # padding comes last
+        assert real.equal(batch["doc_ids"][:, 0] != -1)
+        first = (number * part.world + part.rank) * part.batch_size
+        seen |= dict(enumerate(batch["input_ids"][real, 0].tolist(), start=first))
+    return seen
 
 
 @pytest.mark.parametrize("dataset", [Rows(23), BatchedRows(23)])
@@ -87,28 +92,26 @@ def test_any_sequence_of_world_sizes_covers_each_sample_once(n, stretches):
         start = loader.samples
 
 
-@pytest.mark.parametrize(("world", "workers"), [(1, 0), (5, 0), (2, 2)])
-def test_a_finite_loader_covers_an_epoch_with_padding_that_carries_no_loss(world, workers):
-    n, b = 11, 2
-    seen, lengths = [], set()
+@pytest.mark.parametrize("skips", [[], [(20, 9)], [(0, 3), (2, 4)], [(5, 40)]])
+@pytest.mark.parametrize(("world", "workers"), [(5, 0), (2, 2)])
+def test_a_loader_with_an_end_has_what_is_left_once_and_padding_carries_no_loss(
+    skips, world, workers
+):
+    left = sample_rows(range(24), 24, 0).tolist()
+    for first, rows in skips:
+        del left[first : first + rows]
+    seen, lengths = {}, set()
     for rank in range(world):
-        loader = make_loader(Rows(n), b, rank=rank, world=world, workers=workers, epochs=1)
-        batches = list(loader)
-        lengths.add((len(loader), len(batches)))
-        assert loader.samples == n
-        for batch in batches:
-            real = batch["labels"][:, 0] != -100
-            assert real.equal(batch["doc_ids"][:, 0] != -1)
-            seen += batch["input_ids"][real, 0].tolist()
-    assert sorted(seen) == list(range(n))
-    assert lengths == {(-(-n // (b * world)),) * 2}
-    loader = make_loader(Rows(11), 2, rank=1, world=2, start=3, epochs=1)
-    assert (loader.samples, len(loader)) == (3, 2)
-    assert [loader.samples for _ in loader] == [7, 11]
-    assert list(make_loader(Rows(11), 2, start=11, epochs=1)) == []
+        options = {"skip": skips, "rank": rank, "world": world, "epochs": 1, "workers": workers}
+        loader = make_loader(Rows(24), 2, **options)
+        seen |= real_rows(loader)
+        lengths.add(len(loader))
+        assert loader.samples == len(left)
+    assert [seen[sample] for sample in sorted(seen)] == left
+    assert lengths == {-(-len(left) // (2 * world))}
 
 
-def test_a_finite_loader_starts_anew_and_an_endless_one_goes_on():
+def test_a_loader_with_an_end_starts_anew_and_an_endless_one_goes_on():
     finite = make_loader(Rows(6), 2, epochs=1, workers=1)
     endless = make_loader(Rows(6), 2, workers=1)
     assert take(finite, 9) == take(finite, 9) == take(endless, 3)
@@ -117,15 +120,29 @@ def test_a_finite_loader_starts_anew_and_an_endless_one_goes_on():
     assert take(endless, 4) == take(make_loader(Rows(6), 2, start=6), 4)
     assert endless.samples == 14
     endless.close()
-
-
-def test_two_loops_over_one_finite_loader_are_refused():
-    loader = make_loader(Rows(6), 2, epochs=1)
-    first = iter(loader)
+    late = make_loader(Rows(11), 2, rank=1, world=2, start=3, epochs=1)
+    assert (late.samples, len(late), [late.samples for _ in late]) == (3, 2, [7, 11])
+    assert list(make_loader(Rows(11), 2, start=11, epochs=1)) == []
+    first = iter(finite)
     next(first)
-    next(iter(loader))
+    next(iter(finite))
     with pytest.raises(RuntimeError, match=r"started again while an earlier loop .* Make a loader"):
         next(first)
+    finite.close()
+
+
+def test_a_loop_goes_on_from_where_the_loader_was_sent():
+    loader, seen = make_loader(Rows(24), 2, shuffle=False, workers=1), []
+    for batch in loader:
+        seen += rows_of(batch)
+        if len(seen) == 6:
+            loader.seek(2, skip=[(4, 4)])
+        if len(seen) == 14:
+            break
+    assert seen == [0, 1, 2, 3, 4, 5, 2, 3, 8, 9, 10, 11, 12, 13]
+    assert loader.samples == 10
+    assert loader.locate(2, 6) == [(None, 2), (None, 3), (None, 8), (None, 9)]
+    loader.close()
 
 
 def test_threads_end_with_the_loop_with_close_and_with_the_loader():
@@ -137,29 +154,30 @@ def test_threads_end_with_the_loop_with_close_and_with_the_loader():
         assert len(set(threading.enumerate()) - before) >= 3
     assert set(threading.enumerate()) <= before
     next(iter(loader))
-    assert set(threading.enumerate()) - before
     del loader
     assert set(threading.enumerate()) <= before
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_exception_reaches_the_consumer_as_it_is_and_can_be_retried(workers):
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"device": "meta"}], ids=str)
+def test_an_exception_reaches_the_consumer_in_its_turn_and_can_be_retried(options):
     before = set(threading.enumerate())
     dataset = Rows(8, broken=5)
-    loader = make_loader(dataset, 2, workers=workers, shuffle=False)
+    loader = make_loader(dataset, 2, shuffle=False, **options)
     stream = iter(loader)
-    assert [rows_of(next(stream)) for _ in range(2)] == [[0, 1], [2, 3]]
+    next(stream)
+    next(stream)
     with pytest.raises(KeyError) as caught:
         next(stream)
     assert caught.value.args == ("row is bad", 5)
     assert set(threading.enumerate()) <= before
     dataset.broken = None
-    assert take(loader, 1) == [[4, 5]]
+    next(iter(loader))
+    assert loader.samples == 6
     loader.close()
 
 
 SCRIPT = """
-import os, signal, threading, time
+import os, signal, threading, time, warnings
 import torch
 from tensordict import TensorDict
 from forgekit.data.loader import make_loader
@@ -169,6 +187,8 @@ class Slow(list):
         time.sleep(0.5)
         return list.__getitem__(self, row)
 
+warnings.simplefilter("error")
+torch.set_num_threads(2)
 rows = [TensorDict({"input_ids": torch.tensor([i])}) for i in range(8)]
 loaders = [make_loader(rows, 2, workers=2), make_loader(Slow(rows), 1, workers=1)]
 streams = [iter(loader) for loader in loaders]
@@ -180,58 +200,12 @@ next(streams[1])
 """
 
 
-def test_open_loaders_leave_the_threads_of_torch_and_an_interrupt_ends_them_quietly():
-    command = [sys.executable, "-W", "error", "-c", SCRIPT]
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == -signal.SIGINT, done.stderr
-    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
-    assert done.stderr.count("Traceback") == 1
-
-
-def test_processes_give_the_same_batches_and_exceptions_and_one_that_dies_is_no_hang():
-    expected = take(make_loader(Rows(9), 2, seed=2), 3)
-    with make_loader(Rows(9), 2, seed=2, workers=1, processes=True) as loader:
-        assert take(loader, 3) == expected
-    for rows, error, message in (
-        (Rows(9, broken=0), KeyError, "row is bad.*0"),
-        (DyingRows(9), RuntimeError, "terminated abruptly"),
-    ):
-        with (
-            make_loader(rows, 9, workers=1, processes=True) as loader,
-            pytest.raises(error, match=message),
-        ):
-            next(iter(loader))
-
-
-BAD = {
-    r"len\(dataset\) 0 must be at least 1": {"dataset": []},
-    "batch_size 0 must be at least 1": {"batch_size": 0},
-    "start -1 must be at least 0": {"start": -1},
-    "epochs 0 must be at least 1": {"epochs": 0},
-    r"rank 2 must lie in range\(world=2\)\. rank, w": {"rank": 2, "world": 2},
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_arguments_are_refused(message):
-    with pytest.raises(ValueError, match=message):
-        next(iter(make_loader(**{"dataset": Rows(3), **BAD[message]})))
-
-
-def test_micro_batches_of_a_global_batch_divide_exactly():
-    loader = make_loader(Rows(8), batch_size=2, world=3)
-    assert loader.micro_batches(12) == 2
-    message = r"global_batch_size 9 must be divisible by batch_size 2 \* 3 data-parallel ranks = 6"
-    with pytest.raises(ValueError, match=message + "; the nearest are 6 and 12, or batch_size 1."):
-        loader.micro_batches(9)
-
-
-# Transforms
-
-
-def _add_ten(batch):
-    return batch.set("input_ids", batch["input_ids"] + 10)
+def test_open_loaders_leave_the_threads_of_torch_and_an_interrupt_ends_them_quietly(tmp_path):
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with launch(tmp_path / "script.py", [], log=tmp_path / "log") as job:
+        assert job.process.wait() == -signal.SIGINT, job.output
+    assert job.output.splitlines()[-1] == "KeyboardInterrupt"
+    assert job.output.count("Traceback") == 1
 
 
 class Unshifted(Rows):
@@ -240,87 +214,106 @@ class Unshifted(Rows):
 
 
 def test_transforms_make_micro_batches_in_their_order_and_padding_stays_masked():
-    transforms = (_add_ten, shift_labels)
-    batches = list(
-        make_loader(Unshifted(5), 2, shuffle=False, epochs=1, transforms=transforms, workers=2)
-    )
-    assert [rows_of(batch) for batch in batches] == [[10, 11], [12, 13], [14, 14]]
-    assert [batch["labels"].tolist() for batch in batches[1:]] == [
-        [[12] * 3, [13] * 3],
-        [[14] * 3, [-100] * 3],
-    ]
+    def add_ten(batch):
+        return batch.set("input_ids", batch["input_ids"] + 10)
 
-
-# Prefetch to a device; "meta" is the one besides the CPU that every machine has
-
-
-class CountedRows(Rows):
-    read = 0
-
-    def __getitem__(self, row):
-        self.read += 1
-        return super().__getitem__(row)
+    options = {"transforms": (add_ten, shift_labels), "shuffle": False, "epochs": 1}
+    batches = list(make_loader(Unshifted(3), 2, workers=2, **options))
+    assert [rows_of(batch) for batch in batches] == [[10, 11], [12, 12]]
+    assert batches[1]["labels"].tolist() == [[12] * 3, [-100] * 3]
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
 def test_micro_batches_come_on_the_device_and_no_more_are_ahead_than_asked_for(ahead):
-    dataset = CountedRows(100)
+    """On "meta", the one device besides the CPU that every machine has."""
+    dataset = Rows(100)
     with make_loader(dataset, 2, device="meta", ahead=ahead) as loader:
-        batches = iter(loader)
-        for number in range(1, 3):
-            batch = next(batches)
-            assert batch["input_ids"].is_meta
-            assert (batch.batch_size, loader.samples) == ((2,), 2 * number)
-            time.sleep(0.1)
-            assert dataset.read == 2 * (number + ahead)
+        batch = next(iter(loader))
+        assert batch["input_ids"].is_meta
+        assert (batch.batch_size, loader.samples) == ((2,), 2)
+        time.sleep(0.1)
+        assert len(dataset.read) == 2 * (1 + ahead)
 
 
-def test_what_a_reader_ahead_raises_reaches_the_consumer_in_its_turn():
-    with make_loader(Rows(10, broken=3), 1, shuffle=False, device="meta") as loader:
-        assert len(list(itertools.islice(loader, 3))) == 3
-        with pytest.raises(KeyError, match="row is bad"):
-            next(iter(loader))
+# A replica group's part of a step: each row once, whoever takes part, and nothing read twice.
 
 
-# Skips
+def share_of(loader, *where, **options):
+    """The rows of a share that count, and its micro-batches by number."""
+    share = loader.share(*where, **options)
+    batches = [rows_of(batch) for batch in share]
+    assert len(batches) == len(share)
+    numbered = dict(enumerate(batches, start=share.first_number))
+    return (sorted(itertools.chain(*batches)) if share.samples else []), numbered, share.samples
 
 
-ROWS = 24
+def test_parts_are_all_of_a_step_whoever_takes_part():
+    """Groups come and go, a step is done again, and one is behind. 5 micro-batches of 2 x 3."""
+    groups = [
+        [
+            make_loader(Rows(1000), 3, shuffle=False, rank=rank, world=2, workers=number % 2)
+            for rank in range(2)
+        ]
+        for number in range(7)
+    ]
+    for step, participants in [(0, 3), (0, 3), (1, 3), (1, 1), (2, 7), (3, 2), (4, 4), (5, 4)]:
+        rows, samples = [], 0
+        for index in range(participants):
+            for rank, loader in enumerate(groups[index]):
+                mine, numbered, counted = share_of(loader, step * 30, 5, index, participants)
+                rows += mine
+                for number, batch in numbered.items():
+                    first = step * 30 + (number * 2 + rank) * 3
+                    assert batch == [*range(first, first + 3)]
+            samples += counted
+        assert sorted(rows) == [*range(step * 30, (step + 1) * 30)]
+        assert samples == 30
+    for loader in itertools.chain(*groups):
+        loader.close()
 
 
-def samples_of(skips, world, batch_size=2):
-    """Rows with a loss, in the order of their samples."""
-    seen = {}
-    for rank in range(world):
-        options = {"skip": skips, "rank": rank, "world": world, "epochs": 1}
-        loader = make_loader(Rows(ROWS), batch_size, **options)
-        for number, batch in enumerate(loader):
-            real = batch["labels"][:, 0] != -100  # padding comes last
-            first = (number * world + rank) * batch_size
-            seen |= dict(enumerate(batch["input_ids"][real, 0].tolist(), start=first))
-    return [seen[sample] for sample in sorted(seen)]
+def test_parts_differ_by_one_multiple_at_most():
+    loader = make_loader(Rows(1000), 1, shuffle=False)
+    assert [len(loader.share(0, 12, index, 5)) for index in range(5)] == [2, 2, 3, 2, 3]
+    shares = [loader.share(0, 12, index, 5, multiple=4) for index in range(5)]
+    assert [(len(share), share.samples) for share in shares] == [
+        *((4, 0), (4, 4), (4, 0), (4, 4), (4, 4)),
+    ]
+    assert make_loader(Rows(8), 2, world=3).share(0, 4).whole == (4, 6)
 
 
-@pytest.mark.parametrize("skips", [[(20, 9)], [(0, 3), (2, 4)], [(30, 2)], [(5, 40)]])
-def test_a_loader_with_an_end_has_what_is_left_once(skips):
-    order = samples_of([], 1)
-    assert sorted(order) == list(range(ROWS))
-    left = list(order)
-    for first, rows in skips:
-        del left[first : first + rows]
-    for world in (1, 2):
-        assert samples_of(skips, world) == left
-
-
-def test_a_loop_goes_on_from_where_the_loader_was_sent():
-    loader, seen = make_loader(Rows(ROWS), 2, shuffle=False, workers=1), []
-    for batch in loader:
-        seen += rows_of(batch)
-        if loader.samples == 6 and len(seen) == 6:
-            loader.seek(2, skip=[(4, 4)])
-        if len(seen) == 14:
-            break
-    assert seen == [0, 1, 2, 3, 4, 5, 2, 3, 8, 9, 10, 11, 12, 13]
-    assert loader.samples == 10
-    assert loader.locate(2, 6) == [(None, 2), (None, 3), (None, 8), (None, 9)]
+def test_what_was_read_ahead_is_used_where_nothing_changes_and_a_broken_share_is_taken_again():
+    dataset = Rows(1000)
+    loader = make_loader(dataset, 1, shuffle=False, workers=2)
+    for step in range(5):
+        list(loader.share(4 * step, 4, 1, 2))
     loader.close()
+    read = sorted(dataset.read)
+    assert read[:10] == [row for row in range(20) if row % 4 >= 2]  # none of the other group
+    assert len(set(read)) == len(read)
+    next(iter(loader.share(0, 4)))
+    assert share_of(loader, 0, 4)[0] == [0, 1, 2, 3]
+    assert share_of(loader, 4, 4)[0] == [4, 5, 6, 7]
+    assert share_of(loader, 0, 4, 1, 2, skip=((2, 3),))[0] == [5, 6]
+    loader.close()
+
+
+def made(**options):
+    return make_loader(**{"dataset": Rows(3), "batch_size": 2, **options})
+
+
+BAD = {
+    r"len\(dataset\) 0 must be at least 1": lambda: made(dataset=[]),
+    "start -1 must be at least 0": lambda: made(start=-1),
+    r"rank 2 must lie in range\(world=2\)\. rank, w": lambda: made(rank=2, world=2),
+    r"global_batch_size 9 must be divisible by batch_size 2 \* 3 data-parallel ranks = 6; the "
+    "nearest are 6 and 12, or batch_size 1.": lambda: made(world=3).micro_batches(9),
+    r"this loader ends, .*: epochs=None\.": lambda: made(epochs=1).share(0, 4),
+    r"micro_batches 6 must be a multiple of 4, .* 4 and 8": lambda: made().share(0, 6, multiple=4),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments_are_refused(message):
+    with pytest.raises(ValueError, match=message):
+        BAD[message]()

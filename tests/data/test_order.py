@@ -67,23 +67,11 @@ def test_the_rows_are_pinned():
     assert numbers == [5197578548964807871, 12035550249420947055, 17896504823353187392]
 
 
-@pytest.mark.parametrize("index", [5, -1])
-def test_an_index_outside_of_its_range_is_refused(index):
-    with pytest.raises(IndexError, match=rf"index {index} is outside range\(5\)"):
-        permute([0, index], 5, 1)
-
-
-def taken_out(numbers, skips):
-    """The oracle: a list, out of which stretches are cut one after the other."""
-    numbers = list(numbers)
-    for first, rows in skips:
-        del numbers[first : first + rows]
-    return numbers
-
-
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=4))
 def test_samples_are_renumbered_as_in_a_list_with_stretches_cut_out(skips):
-    left = taken_out(range(200), skips)
+    left = list(range(200))
+    for first, rows in skips:
+        del left[first : first + rows]
     assert renumber(range(len(left)), skips).tolist() == left
 
 
@@ -158,7 +146,7 @@ def test_a_span_is_its_samples_one_by_one_and_any_span_in_it(order, start, data)
     [[7, 3], [0, 1, 0, 2], [10**7, 100, 17, 6 * 10**6, 333], range(1, 40)],
     ids=["two", "none", "few", "many"],
 )
-@pytest.mark.parametrize("first", [0, 61, 10**9])
+@pytest.mark.parametrize("first", [61, 10**9])
 def test_shares_are_right_to_a_sample_of_each_source_in_every_block(parts, first):
     """And roundings do not add up; the largest source takes what those of the others leave."""
     weights = {f"s{number}": part for number, part in enumerate(parts)}
@@ -183,45 +171,19 @@ def test_many_sources_never_take_more_than_there_is():
     assert np.bincount(order.span(0, 90_000)[0], minlength=300).min() > 280
 
 
-# Weights 3:1, then 1:1 from block 3 on, then b alone from 5 on, and a as at first from 7 on.
-B = BLOCK
-HAND = (
-    fk.Phase(3 * B, {"a": 1}),
-    fk.Phase(5 * B, {"a": 0, "b": 0.1}),
-    fk.Phase(7 * B, {"b": 9}, lr_scale=0.1),
-)
-Q = BLOCK // 4
-TAKEN = {
-    0: [0, 0],
-    B: [3 * Q, Q],
-    3 * B: [9 * Q, 3 * Q],
-    4 * B: [11 * Q, 5 * Q],
-    5 * B: [13 * Q, 7 * Q],
-    5 * B + 1: [13 * Q, 7 * Q + 1],
-    7 * B: [13 * Q, 15 * Q],
-    8 * B: [14 * Q, 18 * Q],
-    7 * B + B * 10**6: [13 * Q + Q * 10**6, 15 * Q + 3 * Q * 10**6],
-}
-
-
-def test_a_phase_inherits_nothing_from_the_one_before():
-    order = fk.make_order({"a": 100, "b": 30}, {"a": 3, "b": 1}, phases=HAND)
-    assert {samples: order.taken(samples).tolist() for samples in TAKEN} == TAKEN
-
-
-@pytest.mark.parametrize("start", [0, 999, BLOCK, BLOCK + 500])
-def test_a_phase_starts_at_its_sample_even_inside_a_block(start):
+@pytest.mark.parametrize("start", [0, 999, BLOCK + 500])
+def test_a_phase_starts_at_its_sample_and_inherits_nothing(start):
     sizes, weights = {"a": 70, "b": 50, "c": 9}, {"a": 3, "b": 1, "c": 0}
-    plain = fk.make_order(sizes, weights, seed=2)
-    phase = fk.Phase(start, {"a": 0, "c": 3})
-    order = fk.make_order(sizes, weights, seed=2, phases=[phase])
-    for found, expected in zip(order.span(0, start), plain.span(0, start), strict=True):
-        assert (found == expected).all()
-    before, after = order.span(0, start)[0], order.span(start, 2 * BLOCK)[0]
-    assert 2 not in before
-    assert 0 not in after
-    for at in (0, BLOCK):
-        assert np.bincount(after[at : at + BLOCK]).tolist() == [0, BLOCK // 4, 3 * BLOCK // 4]
+    phases = fk.Phase(start, {"a": 0, "c": 3}), fk.Phase(start + 2 * BLOCK, {"b": 9}, 0.1)
+    plain, order = (fk.make_order(sizes, weights, seed=2, phases=each) for each in ((), phases))
+    for rows, expected in zip(order.span(0, start), plain.span(0, start), strict=True):
+        assert (rows == expected).all()
+    blocks = order.span(start, 4 * BLOCK)[0].reshape(4, BLOCK)
+    counts = [np.bincount(sources, minlength=3).tolist() for sources in blocks]
+    quarter = BLOCK // 4
+    assert counts == 2 * [[0, quarter, 3 * quarter]] + 2 * [[quarter, 3 * quarter, 0]]
+    later = start + 2 * BLOCK, 10**6 * BLOCK
+    assert order.shares(*later).tolist() == [0.25, 0.75, 0]
 
 
 @given(order=orders())
@@ -236,17 +198,14 @@ def test_only_the_number_counts(order):
         assert list(pool.map(copy, numbers * 2)) == expected * 2
 
 
-@pytest.mark.parametrize(
-    ("temperature", "shares"),
-    [(2.0, [0.8, 0.2]), (0.5, [256 / 257, 1 / 257]), (np.inf, [0.5, 0.5])],
-)
-def test_temperature_is_a_root_of_the_weights_in_every_phase(temperature, shares):
+@pytest.mark.parametrize(("temperature", "share"), [(2.0, 0.8), (0.5, 256 / 257), (np.inf, 0.5)])
+def test_temperature_is_a_root_of_the_weights_in_every_phase(temperature, share):
     phases = [fk.Phase(2 * BLOCK, {"a": 1, "b": 16})]
     sizes, weights = {"a": 1600, "b": 100, "c": 50}, {"a": 16, "b": 1, "c": 0}
     order = fk.make_order(sizes, weights, temperature=temperature, phases=phases)
-    assert order.shares(0, 2 * BLOCK) == pytest.approx([*shares, 0], abs=5e-4)
+    assert order.shares(0, 2 * BLOCK) == pytest.approx([share, 1 - share, 0], abs=5e-4)
     later = order.shares(2 * BLOCK, BLOCK * 10**6)
-    assert later == pytest.approx([*reversed(shares), 0], abs=1e-8)
+    assert later == pytest.approx([1 - share, share, 0], abs=1e-8)
 
 
 def test_seeds_and_names_give_walks_of_their_own():
@@ -271,7 +230,7 @@ def test_the_order_is_pinned():
 
 
 SIZES = {"a": 40, "b": 60}
-CHANGED = [
+OTHERS = [
     ({"a": 41, "b": 60}, {}),
     ({"a": 40, "c": 60}, {}),
     ({"b": 60, "a": 40}, {}),
@@ -279,23 +238,20 @@ CHANGED = [
     (SIZES, {"seed": 1}),
     (SIZES, {"phases": [fk.Phase(10**6, {"a": 1})]}),
 ]
-
-
-def test_a_fingerprint_tells_orders_apart():
-    orders = [fk.make_order(sizes, **options) for sizes, options in [(SIZES, {}), *CHANGED]]
-    assert len({order.fingerprint for order in orders}) == 1 + len(CHANGED)
+ALIKE = [
+    {"weights": {"a": 0.4, "b": 0.6}},
+    {"weights": {"a": 16, "b": 36}, "temperature": 2.0, "seed": np.int64(0)},
+    {"weights": {"a": 9, "b": 1}, "phases": [fk.Phase(0, {"a": 4, "b": 6})]},
+    {"phases": [fk.Phase(500, lr_scale=0.1), fk.Phase(900, {"a": 0.4})]},
+]
 
 
 def test_a_fingerprint_is_that_of_the_samples_not_of_their_description():
-    described = [
-        fk.make_order(SIZES),
-        fk.make_order(SIZES, {"a": 0.4, "b": 0.6}),
-        fk.make_order(SIZES, {"a": 16, "b": 36}, temperature=2.0, seed=np.int64(0)),
-        fk.make_order(SIZES, {"a": 9, "b": 1}, phases=[fk.Phase(0, {"a": 4, "b": 6})]),
-        fk.make_order(SIZES, phases=[fk.Phase(500, lr_scale=0.1), fk.Phase(900, {"a": 0.4})]),
-    ]
-    assert len({order.fingerprint for order in described}) == 1
-    assert len({tuple(map(bytes, order.span(0, 3000))) for order in described}) == 1
+    alike = [fk.make_order(SIZES, **options) for options in [{}, *ALIKE]]
+    assert len({order.fingerprint for order in alike}) == 1
+    assert len({tuple(map(bytes, order.span(0, 3000))) for order in alike}) == 1
+    others = [fk.make_order(sizes, **options) for sizes, options in OTHERS]
+    assert len({order.fingerprint for order in [*others, *alike]}) == 1 + len(OTHERS)
 
 
 def test_a_phase_to_come_may_still_change():
@@ -308,8 +264,8 @@ def test_a_phase_to_come_may_still_change():
     assert len({tuple(map(bytes, order.span(0, 2500))) for order in orders}) == 3
 
 
-def order_of(**options):
-    return fk.make_order({"a": 5, "b": 5}, **options)
+def order_of(*phases, **options):
+    return fk.make_order({"a": 5, "b": 5}, phases=phases, **options)
 
 
 BOTH = {"a": 1, "b": 1}
@@ -317,29 +273,19 @@ BAD = {
     r"sizes\['a'\] 0 must be at least 1": lambda: fk.make_order({"a": 0}),
     '^weights lack "b"; give each source a weight': lambda: order_of(weights={"a": 1}),
     '^weights name "c"; the sources are "a", "b"': lambda: order_of(weights=BOTH | {"c": 1}),
-    r"^the phase at sample 9: weights\['a'\] is nan; it must be finite and not negative": lambda: (
-        order_of(phases=[fk.Phase(9, {"a": np.nan})])
-    ),
-    "^the phase at sample 9: weights are all 0; at least one": lambda: order_of(
-        weights={"a": 1, "b": 0}, phases=[fk.Phase(9, {"a": 0})]
+    r"^the phase at sample 9: weights\['a'\] is nan; it must be finite": lambda: order_of(
+        fk.Phase(9, {"a": np.nan})
     ),
     "^temperature nan must be above 0": lambda: order_of(temperature=np.nan),
     "^lr_scale is -1; it must be finite and not negat": lambda: fk.Phase(9, lr_scale=-1),
-    r"start is 100000\.0, a float; pass an integer": lambda: fk.Phase(start=1e5),
-    "^a phase at sample 3 follows one at sample 9; put phases in increasing order": lambda: (
-        order_of(phases=[fk.Phase(9), fk.Phase(3)])
-    ),
-    "source 'b' would have a share of 5.0e-07; it must be": lambda: order_of(
-        weights={"a": 1, "b": 5e-7}
-    ),
-    "source 'a' would have a share of 1.0e-300": lambda: order_of(
-        weights=BOTH, phases=[fk.Phase(9, {"b": 1e300})]
-    ),
+    "^a phase at sample 3 follows one at sample 9": lambda: order_of(fk.Phase(9), fk.Phase(3)),
+    "'b' would have a share of 5.0e-07": lambda: order_of(weights={"a": 1, "b": 5e-7}),
     "^sample -3 must be at least 0": lambda: order_of().span(-3, 9),
+    r"index -1 is outside range\(5\)": lambda: permute([0, -1], 5, 1),
 }
 
 
 @pytest.mark.parametrize("message", BAD)
 def test_what_cannot_be_an_order_is_refused(message):
-    with pytest.raises((ValueError, TypeError), match=message):
+    with pytest.raises((ValueError, IndexError), match=message):
         BAD[message]()

@@ -31,8 +31,10 @@ def test_tokens_and_offsets_come_back_whatever_the_shards(tmp_path, shard_tokens
     assert len(list((tmp_path / "a").glob("shard_*"))) == -(-13 // shard_tokens)
 
 
-@pytest.mark.parametrize(("vocab_size", "size"), [(2**16, 2), (2**16 + 1, 4), (2**32, 4)])
-@pytest.mark.parametrize("convert", [list, np.array, torch.tensor])
+@pytest.mark.parametrize(
+    ("vocab_size", "size", "convert"),
+    [(2**16, 2, list), (2**16 + 1, 4, np.array), (2**32, 4, torch.tensor)],
+)
 def test_the_vocabulary_chooses_the_width_and_the_largest_id_survives(
     tmp_path, vocab_size, size, convert
 ):
@@ -71,8 +73,13 @@ def test_documents_are_pulled_one_at_a_time_and_old_files_stay_until_the_end(tmp
     for name in "ab":
         with pytest.raises(KeyboardInterrupt):
             write(tmp_path / name, broken(), shard_tokens=2)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+    for left in (".a.0123456789ab.new", ".a.0123456789ab.old", ".a.new", ".b.0123456789ab.new"):
+        (tmp_path / left).mkdir()  # by writers that were killed
+        (tmp_path / left / "half").write_text("")
     assert open_tokens(tmp_path / "a").tokens == 6
+    write(tmp_path / "a")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == [".a.new", ".b.0123456789ab.new", "a"]
 
 
 def test_nothing_but_a_token_file_is_replaced(tmp_path):
@@ -122,7 +129,6 @@ SHARD = "shard_00002.npy"
 CHANGED = r"has another checksum .* restore the file"
 DAMAGE = {
     r"00002.npy cannot be read \(mmap length is": edit(SHARD, lambda b: b[:-3]),
-    "00002.npy cannot be read": edit(SHARD, lambda b: b"PK" + b[2:]),
     r"00002.npy cannot be read \(it holds float16 \[3\]": edit(
         SHARD, lambda b: b.replace(b"<u2", b"<f2")
     ),
@@ -133,7 +139,6 @@ DAMAGE = {
         "offsets.npy", lambda b: b.replace(b"(5,)", b"(4,)")
     ),
     r"index.json is no index of forgekit-tokens of version 3\. Write": edit_index(version=1),
-    "index.json is no index of forgekit-tokens": edit("index.json", lambda b: b[:20]),
     f"shard_00002.npy {CHANGED}": edit(SHARD, flip(-1)),
     f"offsets.npy {CHANGED}": edit("offsets.npy", flip(128 + 9)),
     f"shard_00000.npy {CHANGED}": edit_index(checksums={}),
@@ -194,16 +199,6 @@ def test_rows_and_tokens_out_of_range_are_refused(tmp_path):
         token_dataset(tmp_path / "a", seq_len=0)
     with pytest.raises(FileNotFoundError, match=r"not a token file: it has no index.json"):
         open_tokens(tmp_path)
-
-
-def test_what_killed_writers_left_behind_is_cleared_and_stands_in_nobodys_way(tmp_path):
-    for left in (".a.0123456789ab.new", ".a.0123456789ab.old", ".a.new", ".b.0123456789ab.new"):
-        (tmp_path / left).mkdir()
-        (tmp_path / left / "half").write_text("")
-    write(tmp_path / "a")
-    assert write(tmp_path / "a").tokens == 13
-    names = sorted(p.name for p in tmp_path.iterdir())
-    assert names == [".a.new", ".b.0123456789ab.new", "a"]
 
 
 def test_a_writer_leaves_the_directory_of_another_one_alone(tmp_path):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from texts import TEXTS
 
-from forgekit.data.text_files import text_documents
 from forgekit.data.tokenizer import (
     END_OF_TEXT,
     load_tokenizer,
@@ -15,23 +12,14 @@ from forgekit.data.tokenizer import (
     train_tokenizer,
 )
 
-CORPUS = Path(__file__).parent / "corpus"
-TEXTS = [text for _, text in text_documents(CORPUS)]
-
 
 def test_any_text_comes_back_and_the_same_texts_give_the_same_file():
     tokenizer, again = (train_tokenizer(iter(TEXTS[:2]), vocab_size=300) for _ in range(2))
     assert tokenizer.to_str() == again.to_str()
+    assert tokenizer.get_vocab_size() == 300
+    assert len(tokenizer.encode(TEXTS[0]).ids) < 0.9 * len(TEXTS[0].encode())
     for text in (*TEXTS, "\x00\r\n\t  never seen: ✓ ẞ 𝄞", " leading and trailing "):
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
-
-
-def test_the_vocabulary_has_the_asked_size_and_merges_shorten():
-    small, large = (train_tokenizer(TEXTS, size) for size in (257, 500))
-    assert (small.get_vocab_size(), large.get_vocab_size()) == (257, 500)
-    lengths = [len(tokenizer.encode(TEXTS[0]).ids) for tokenizer in (small, large)]
-    assert lengths[0] == len(TEXTS[0].encode())
-    assert lengths[1] < lengths[0] * 0.8
 
 
 def test_a_literal_end_of_text_is_plain_characters_also_after_loading(tmp_path):
@@ -44,7 +32,7 @@ def test_a_literal_end_of_text_is_plain_characters_also_after_loading(tmp_path):
         assert each.decode(ids) == f"a{END_OF_TEXT}b"
 
 
-def test_what_cannot_be_a_tokenizer_is_refused(tmp_path, monkeypatch):
+def test_what_cannot_be_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"vocab_size 256 must be at least 257"):
         train_tokenizer(TEXTS, vocab_size=256)
     with pytest.raises(TypeError, match=r"texts is one str, read letter by letter; pass an iter"):
@@ -52,8 +40,7 @@ def test_what_cannot_be_a_tokenizer_is_refused(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"tokenizer.json does not exist. `forgekit prep"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ImportError, match=r'pip install "forgekit\[text\]"'):
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer: .* Expected what"):
         load_tokenizer(tmp_path)
 
 

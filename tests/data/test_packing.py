@@ -1,0 +1,352 @@
+"""Documents packed into bins, and rows of them: against naive packers, token by token."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lab import SPEC
+from pool import run_ranks
+
+import forgekit as fk
+from forgekit.data.packing import Bins, cached_bins, open_bins, pack
+from forgekit.data.rows import packed_dataset
+from forgekit.data.token_files import write_tokens
+
+METHODS = ["best_fit", "sequential"]
+
+
+def in_bins(bins, column="documents"):
+    """Lists of one column's numbers, bin by bin."""
+    inner = bins.offsets[1:-1]
+    return [part.tolist() for part in np.split(getattr(bins, column), inner)] if len(bins) else []
+
+
+def naive_best_fit(rooms, capacity):
+    """Deal from the largest to the smallest, equal ones in order, one at a time."""
+    left, bins = [], []
+    for item in sorted(range(len(rooms)), key=lambda i: -rooms[i]):
+        fitting = [number for number, space in enumerate(left) if space >= rooms[item]]
+        if not fitting:
+            left.append(capacity)
+            bins.append([])
+            fitting = [len(left) - 1]
+        number = min(fitting, key=lambda n: left[n])
+        left[number] -= rooms[item]
+        bins[number].append(item)
+    return bins
+
+
+def naive_next_fit(rooms, capacity):
+    bins, left = [], 0
+    for item, room in enumerate(rooms):
+        if room > left:
+            bins.append([])
+            left = capacity
+        bins[-1].append(item)
+        left -= room
+    return bins
+
+
+@st.composite
+def problems(draw, longest=1.0):
+    """Lengths, a capacity, and an alignment that divides it."""
+    align = draw(st.integers(1, 4))
+    capacity = align * draw(st.integers(1, 12))
+    length = st.integers(0, int(capacity * longest))
+    return draw(st.lists(length, max_size=60)), {"capacity": capacity, "align": align}
+
+
+@given(problems())
+@settings(max_examples=100, deadline=None)
+def test_bins_are_those_of_the_naive_packers(problem):
+    """Of best fit the rooms that are left: which of two with equal room is taken, is open."""
+    lengths, options = problem
+    capacity, align = options.values()
+    there = [i for i, length in enumerate(lengths) if length]
+    rooms = [-(-lengths[i] // align) * align for i in there]
+    taken = in_bins(pack(lengths, **options), "lengths")
+    assert sorted(sum(-(-n // align) * align for n in each) for each in taken) == sorted(
+        sum(rooms[item] for item in each) for each in naive_best_fit(rooms, capacity)
+    )
+    following = naive_next_fit(rooms, capacity)
+    sequential = pack(lengths, method="sequential", **options)
+    assert in_bins(sequential) == [[there[i] for i in each] for each in following]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(problem=problems(longest=3.5), long=st.sampled_from(["split", "drop"]))
+@settings(max_examples=50, deadline=None)
+def test_every_token_is_in_a_bin_once_and_every_rule_is_kept(method, problem, long):
+    lengths, options = problem
+    bins = pack(lengths, method=method, long=long, **options)
+    capacity, align = options["capacity"], options["align"]
+    kept = [0 if long == "drop" and length > capacity else length for length in lengths]
+    assert bins.dropped == sum(length > capacity for length in lengths if long == "drop")
+    assert (bins.capacity, bins.align) == (capacity, align)
+
+    pieces = zip(bins.documents.tolist(), bins.starts.tolist(), bins.lengths.tolist(), strict=True)
+    tokens = [(d, token) for d, start, n in pieces for token in range(start, start + n)]
+    assert sorted(tokens) == [(d, token) for d, n in enumerate(kept) for token in range(n)]
+    whole = [d for d, n in enumerate(kept) if 0 < n <= capacity]
+    assert [bins.documents.tolist().count(d) for d in whole] == [1] * len(whole)
+    for documents, sizes in zip(in_bins(bins), in_bins(bins, "lengths"), strict=True):
+        assert sum(-(-size // align) * align for size in sizes) <= capacity
+        assert documents == sorted(set(documents))
+    if method == "sequential":
+        assert np.lexsort((bins.starts, bins.documents)).tolist() == list(range(len(bins.starts)))
+
+
+def test_bins_of_a_corpus_come_within_one_of_the_lower_bound():
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(np.log(500), 1.2, 100_000).clip(1, 8192).astype(np.int64)
+    bins = pack(lengths, 8192)
+    assert len(bins) <= 1 + -(-int(lengths.sum()) // 8192)
+    assert bins.tokens == lengths.sum()
+    assert bins.fill > 0.9998
+
+
+PINNED = {"best_fit": "94668e7e450a3ba7", "sequential": "fabfeee0c86b5c35"}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bins_are_the_same_on_every_machine_and_version(method):
+    """A cache or a resumed run would otherwise go on with other rows."""
+    lengths = (np.arange(1, 5000) ** 2 % 3001).astype(np.uint16)
+    assert pack(lengths, 2048, method=method, align=4).fingerprint[:16] == PINNED[method]
+
+
+LENGTHS = [3, 6, 4, 2, 9, 1, 1]
+OTHER = [
+    {"documents": [3, 6, 4, 2, 9, 1, 2]},
+    {"capacity": 16},
+    {"method": "sequential"},
+    {"align": 2},
+    {"long": "drop"},
+]
+
+
+def test_bins_on_disk_are_those_of_their_arguments_and_found_again(tmp_path):
+    folder, paths = tmp_path / "a" / "bins", set()
+    for other in [{}, *OTHER]:
+        options = {"documents": LENGTHS, "capacity": 8, **other}
+        bins = cached_bins(folder, **options)
+        expected = pack(options.pop("documents"), **options)
+        assert (bins.fingerprint, bins.dropped) == (expected.fingerprint, expected.dropped)
+        assert not bins.lengths.flags.writeable
+        paths.add(bins.path)
+    assert {*folder.iterdir()} == paths
+    assert len(paths) == 6
+    inodes = {path.stat().st_ino for path in paths}
+    again = cached_bins(folder, np.array(LENGTHS), np.int64(8), align=np.int8(1))
+    assert again.fingerprint == pack(LENGTHS, 8).fingerprint
+    assert {path.stat().st_ino for path in folder.iterdir()} == inodes
+    assert [len(cached_bins(folder, [0, 0], 8)) for _ in range(2)] == [0, 0]
+
+
+def test_bins_of_a_token_file_follow_its_tokens_and_its_tokenizer(tmp_path):
+    def paths_of(documents):
+        file = write_tokens(tmp_path / "a", documents, vocab_size=9, eos_id=0)
+        bins = cached_bins(tmp_path / "bins", file, 8)
+        assert bins.lengths.tolist() == [3, 2]
+        (tmp_path / "a" / "tokenizer.json").write_text("{}")
+        other = cached_bins(tmp_path / "bins", file, 8).path
+        (tmp_path / "a" / "tokenizer.json").unlink()
+        return bins.path, other
+
+    first = paths_of([[1, 2], [3]])
+    assert paths_of([[1, 2], [3]]) == first
+    assert len({*first, *paths_of([[1, 2], [4]])}) == 4
+
+
+def test_no_damage_of_bins_goes_unnoticed_and_they_are_made_anew(tmp_path):
+    """Where a flipped bit does no harm (a space of the header) the bins are still the same."""
+    whole, fresh = cached_bins(tmp_path, LENGTHS, 8), pack(LENGTHS, 8)
+    content = whole.path.read_bytes()
+    for damaged in (content[:-8], b"PK" + content[2:], b""):
+        whole.path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"bins-.*.npy cannot be read \("):
+            open_bins(whole.path)
+        assert cached_bins(tmp_path, LENGTHS, 8).fingerprint == fresh.fingerprint
+    for at in range(0, len(content), 3):
+        damaged = bytearray(content)
+        damaged[at] ^= 1 << at % 8
+        whole.path.write_bytes(damaged)
+        with contextlib.suppress(ValueError):
+            assert open_bins(whole.path).fingerprint == fresh.fingerprint, at
+
+
+def _cache(rank, world, folder):
+    torch.distributed.barrier()
+    return cached_bins(folder, np.arange(200_000) % 997 + 1, 1024).fingerprint
+
+
+def test_several_processes_at_once_get_the_same_bins(tmp_path):
+    expected = pack(np.arange(200_000) % 997 + 1, 1024).fingerprint
+    assert run_ranks(_cache, 2, tmp_path) == [expected] * 2
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+DOCUMENTS = [[11, 12, 13], [21, 22], [31, 32, 33, 34, 35], [], [41]]
+
+
+def packed(documents=DOCUMENTS, capacity=4, transforms=(), **options):
+    bins = pack([len(ids) for ids in documents], capacity, **options)
+    return packed_dataset(documents, bins, transforms=transforms)
+
+
+def file_of(path, documents=DOCUMENTS, **options):
+    return write_tokens(path, documents, **{"vocab_size": 100, "eos_id": 0, **options})
+
+
+def columns_of(documents, bins, row, padding):
+    """Of each position its token, the next one of the document, the piece, and the place in it."""
+    columns = []
+    for number, piece in enumerate(range(*bins.offsets[row : row + 2])):
+        ids, start = documents[bins.documents[piece]], bins.starts[piece]
+        following = [*ids[1:], -100]
+        for place in range(bins.lengths[piece]):
+            at = start + place
+            columns.append([ids[at], following[at], number, place])
+        columns += [[padding, -100, -1, 0]] * (-bins.lengths[piece] % bins.align)
+    return columns + [[padding, -100, -1, 0]] * (bins.capacity - len(columns))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 30), min_size=1, max_size=30).filter(any),
+    units=st.integers(1, 8),
+    align=st.integers(1, 3),
+    method=st.sampled_from(METHODS),
+    shard_tokens=st.integers(7, 300),
+)
+@settings(max_examples=15, deadline=None)
+def test_rows_hold_the_pieces_of_their_bins(
+    tmp_path_factory, sizes, units, align, method, shard_tokens
+):
+    """No two tokens are equal, so that each tells its document and place."""
+    firsts = np.cumsum([0, *sizes]).tolist()
+    documents = [list(range(a, b)) for a, b in pairwise(firsts)]
+    sizes = {"vocab_size": 2000, "eos_id": 1999, "shard_tokens": shard_tokens}
+    file = write_tokens(tmp_path_factory.mktemp("tokens") / "a", documents, **sizes)
+    closed = [[*ids, 1999] for ids in documents]  # as the file has them
+    for source, held, padding in ((documents, documents, 0), (file, closed, 1999)):
+        lengths = [len(ids) for ids in held]
+        bins = pack(lengths, units * align, align=align, method=method)
+        batch = packed_dataset(source, bins).__getitems__(range(len(bins)))
+        fk.check_batch(batch)
+        keys = ("input_ids", "labels", "doc_ids", "position_ids")
+        columns = torch.stack([batch[key] for key in keys], dim=-1).tolist()
+        assert columns == [columns_of(held, bins, row, padding) for row in range(len(bins))]
+
+
+def add(row, key, value):
+    row["input_ids"][0] = row["input_ids"][0] * 10 + value
+    return row.set(key, torch.tensor(value))
+
+
+ADD = [partial(add, key="a", value=1), partial(add, key="b", value=2)]
+
+
+def test_a_batch_is_its_rows_and_transforms_are_applied_to_rows_in_order(tmp_path):
+    file_of(tmp_path / "a")
+    for dataset in (packed_dataset(tmp_path / "a", pack([4, 3, 6, 1, 2], 4)), packed(DOCUMENTS)):
+        batch = dataset.__getitems__([2, 0])
+        assert batch.batch_size == torch.Size([2])
+        for number, row in enumerate((2, 0)):
+            assert (batch[number] == dataset[row]).all()
+        batch["labels"].zero_()
+        assert not dataset[2]["labels"].equal(batch["labels"][0])
+        assert dataset.__getitems__([]).batch_size == torch.Size([0])
+    batch = packed(transforms=ADD).__getitems__([1, 0])
+    assert batch["a"].tolist() == [1, 1]
+    assert batch["input_ids"][:, 0].tolist() == [1112, 3112]
+    assert packed()[0]["input_ids"][0] == 31
+
+
+def test_the_fingerprint_is_of_tokens_bins_and_transforms(tmp_path):
+    file = file_of(tmp_path / "a")
+    lengths = np.diff(file.offsets)
+    first = packed_dataset(file, pack(lengths, 4))
+    assert packed_dataset(tmp_path / "a", pack(lengths, 4)).fingerprint == first.fingerprint
+    changed = [[9, 12, 13], *DOCUMENTS[1:]]
+    transforms = [fk.shift_labels, ADD[0], partial(add, key="a", value=2)]
+    others = [
+        packed_dataset(file, pack(lengths, 8)),
+        packed_dataset(file_of(tmp_path / "b", changed), pack(lengths, 4)),
+        *(packed_dataset(file, pack(lengths, 4), transforms=[each]) for each in transforms),
+        packed(),
+        packed(changed),
+    ]
+    assert len({dataset.fingerprint for dataset in [first, *others]}) == 8
+    assert packed().fingerprint == packed([np.array(ids, int) for ids in DOCUMENTS]).fingerprint
+
+
+def test_the_dataset_says_what_it_is_and_held_out_documents_are_packed_alike(tmp_path):
+    file = file_of(tmp_path / "a", metadata={"text_bytes": 32})
+    rows = packed_dataset(file, pack(np.diff(file.offsets), 4, align=2), transforms=ADD)
+    assert (rows.vocab_size, rows.file, rows.bytes_per_token) == (100, file, 2.0)
+    assert rows.held_out() is None
+    plain = packed()
+    assert (plain.vocab_size, plain.file, plain.bytes_per_token) == (42, None, None)
+    assert plain.held_out() is None
+    file_of(tmp_path / "a" / "heldout", [[51, 52], [61], [71, 72, 73, 74, 75]])
+    held_out = rows.held_out()
+    assert (held_out.seq_len, held_out.bins.align, held_out[0]["a"]) == (4, 2, 1)
+    labels = torch.stack([row["labels"] for row in held_out])
+    assert sorted(labels[labels != -100].tolist()) == [0, 0, 0, 52, 72, 73, 74, 75]
+
+
+def test_a_dataset_of_a_token_file_is_pickled_by_its_path(tmp_path):
+    file = file_of(tmp_path / "a", [list(range(90))] * 200)
+    bins = cached_bins(tmp_path / "bins", file, 128)
+    dataset = packed_dataset(file, bins, transforms=ADD[:1])
+    pickled = pickle.dumps(dataset)
+    assert len(pickled) < 1000
+    assert pickle.loads(pickled)[3]["input_ids"].equal(dataset[3]["input_ids"])
+
+
+def test_each_document_of_a_row_has_the_logits_that_it_has_alone():
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(1, 30, size) for size in (7, 4, 2)]
+    network = fk.Transformer(SPEC).double().eval()
+    batch = packed(documents, 16, align=4).__getitems__([0])
+    with torch.no_grad():
+        places = {key: batch[key] for key in ("doc_ids", "position_ids")}
+        logits = network(batch["input_ids"], **places)
+        for number, ids in enumerate(documents):
+            alone = network(torch.from_numpy(ids)[None])[0]
+            there = logits[batch["doc_ids"] == number]
+            torch.testing.assert_close(there, alone, rtol=0, atol=1e-13)
+
+
+def bins_of(documents, starts, lengths):
+    return lambda: packed_dataset(DOCUMENTS, Bins([0, len(starts)], documents, starts, lengths))
+
+
+BAD = {
+    "capacity 100 must be divisible by align 16; .* 96 and 112": lambda: pack([3], 100, align=16),
+    'method is .ffd.; it is one of "best_fit", "sequential"': lambda: pack([3], 8, method="ffd"),
+    r'document 1 has 20 tokens; a bin has 8 positions\. Pass long="spl': lambda: pack(
+        [3, 20, 9], 8, long="error"
+    ),
+    "length -2 must be at least 0": lambda: pack([1, -2], 8),
+    "Cannot cast array data": lambda: pack([1.5], 8),
+    "offsets go from 0 to the number of pieces": lambda: Bins([0, 1], [0, 2], [0, 0], [5, 2]),
+    "1 tokens from token 0 of document 5, .* 5 docu": bins_of([5], [0], [1]),
+    "name 3 tokens from token 0 of document 1": bins_of([0, 1], [0, 0], [3, 3]),
+    "name 2 tokens from token -1 of document 1": bins_of([1], [-1], [2]),
+    "name 0 tokens from token 0 of document 3": bins_of([3], [0], [0]),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_what_cannot_be_packed_is_refused(message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        BAD[message]()
