@@ -96,31 +96,28 @@ def test_a_run_of_a_model_of_transformers_is_one(adapted, tmp_path):
         fk.add_lora(model, rank=2, alpha=4.0, targets="*.q_proj")
     config = {"base": str(tmp_path / "base"), "lora": {"alpha": 4.0}}
     ids = some_ids()
-    keep_ids = keep(model, tmp_path, config, step=1)[:, :0]
-    assert keep_ids.numel() == 0
+    keep(model, tmp_path, config, step=1)
     found, _, _ = fk.load_run(tmp_path)
     assert type(found) is type(model)
     assert torch.equal(logits_of(found, ids), logits_of(model.eval(), ids))
 
 
-CASES = {
-    "no run": (None, None, {}, r"config\.json cannot be read: No such file"),
-    "no checkpoint": (None, {"model": SPEC}, {}, r"checkpoints has no checkpoint"),
-    "no model": (MOE, {"steps": 3}, {}, r"says neither model \(a TransformerSpec\) nor base"),
-    "another model": (MOE, {"model": SPEC}, {}, r"step_00000003"),
-    "a base that is gone": (MOE, {"base": "gone"}, {}, r"gone is no directory"),
-    "another step": (MOE, {"model": MOE}, {"step": 7}, r"has no committed step 7"),
-}
+CASES = [
+    (None, None, {}, r"config\.json cannot be read: No such file"),
+    (None, {"model": SPEC}, {}, r"checkpoints has no checkpoint"),
+    (MOE, {"steps": 3}, {}, r"says neither model \(a TransformerSpec\) nor base"),
+    (MOE, {"model": SPEC}, {}, r"step_00000003"),
+    (MOE, {"base": "gone"}, {}, r"gone is no directory"),
+    (MOE, {"model": MOE}, {"step": 7}, r"has no committed step 7"),
+]
 
 
-@pytest.mark.parametrize(("trained", "config", "options", "message"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("trained", "config", "options", "message"), CASES)
 def test_what_is_no_run_is_one_sentence(trained, config, options, message, tmp_path):
     if trained is not None:
         keep(fk.Transformer(trained), tmp_path, {})
     if config is not None:
-        tree = {
-            name: to_dict(value) if name == "model" else value for name, value in config.items()
-        }
+        tree = {n: to_dict(value) if n == "model" else value for n, value in config.items()}
         (tmp_path / "config.json").write_text(json.dumps(tree))
     with pytest.raises(fk.CheckpointError, match=message):
         fk.load_run(tmp_path, **options)
