@@ -138,12 +138,12 @@ def test_we_open_an_adapter_of_peft(case, tmp_path):
             fk.load_adapter(tied, tmp_path / "adapter")
 
 
-LAYOUTS = (("lengths", {"dp_shard": 1, "tp": 2}), ("experts", {"dp_shard": 2, "ep": 2}))
-MORE = (
-    ("plain", {"dp_shard": 2}),
+LAYOUTS = (
+    ("lengths", {"dp_shard": 1, "tp": 2}),
     ("plain", {"dp_shard": 1, "pp": 2}),
-    ("experts", {"dp_shard": 1, "tp": 2}),
+    ("experts", {"dp_shard": 2, "ep": 2}),
 )
+MORE = (("plain", {"dp_shard": 2}), ("experts", {"dp_shard": 1, "tp": 2}))
 WIDER = (
     ("uneven", {"dp_shard": 4, "ep": 4}),
     ("uneven", {"dp_shard": 2, "ep": 2, "tp": 2}),
