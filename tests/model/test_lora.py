@@ -175,7 +175,10 @@ def merged():
 dense, experts = partial(plain, "dense"), partial(plain, "experts")
 add = fk.add_lora
 REFUSED = [
-    (lambda: add(dense(), targets=("*.quary",)), r"'\*\.quary' matches no linear layer .* \"query\""),
+    (
+        lambda: add(dense(), targets=("*.quary",)),
+        r"'\*\.quary' matches no linear layer .* \"query\"",
+    ),
     (lambda: add(dense(), alpha=0.0), "'alpha' must be > 0: 0.0"),
     (
         lambda: add(dense(), rank_pattern={"*.down": 2}),

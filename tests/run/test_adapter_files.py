@@ -256,7 +256,7 @@ LOADED = [
     (
         in_config(**ODD, peft_type="VERA"),
         plain,
-        r"peft_type='VERA', bias='all', init_lora_weights='pissa_.*, modules_to_save=\['lm_head'\], ",
+        r"peft_type='VERA', bias='all', init_lora_weights='pissa_.*, modules_to_save=\['lm_head'\]",
     ),
 ]
 
@@ -320,7 +320,10 @@ def test_what_a_file_could_not_say_is_not_saved(model, message, tmp_path):
 
 
 def test_directories_of_others_are_not_replaced(tmp_path):
-    for name, refusal in (("README.md", pytest.raises(fk.CheckpointError)), (CONFIG, nullcontext())):
+    for name, refusal in (
+        ("README.md", pytest.raises(fk.CheckpointError)),
+        (CONFIG, nullcontext()),
+    ):
         fk.save_adapter(build("plain"), tmp_path / name)
         (tmp_path / name / name).write_text("mine")
         with refusal:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import json
 import os
 import re
 import shutil
@@ -141,18 +140,6 @@ def test_pipes_in_a_checkpoint_do_not_hang(tmp_path):
     assert "Not a regular file" in load(tmp_path)
 
 
-def test_a_manifest_may_be_formatted_anew_and_latest_may_point_anywhere(tmp_path):
-    """``latest`` is there for people; nothing follows it, and the next save sets it right."""
-    save(tmp_path, 1, 2)
-    file = tmp_path / "step_00000002" / "manifest.json"
-    file.write_text(json.dumps(dict(reversed(json.loads(file.read_text()).items()))))
-    (tmp_path / "latest").unlink()
-    (tmp_path / "latest").symlink_to("step_00000001")
-    assert load(tmp_path) == 2
-    save(tmp_path, 3)
-    assert os.readlink(tmp_path / "latest") == "step_00000003"
-
-
 @pytest.mark.parametrize("name", ["manifest.json", "rank_00000.safetensors"])
 def test_no_older_checkpoint_is_taken_for_one_that_cannot_be_read(tmp_path, monkeypatch, name):
     """As over a network: for a moment, which costs no step, and for longer."""
@@ -224,7 +211,9 @@ def test_whichever_sync_fails_the_newest_committed_one_is_whole(tmp_path, monkey
         directory = tmp_path / str(failing[0])
         shutil.copytree(tmp_path / "good", directory, symlinks=True)
         if failing[0] < syncs:  # until the new name is durable; then comes `latest`
-            with pytest.raises(fk.CheckpointError, match=r"No sync\. Checkpoints that .*\d is good"):
+            with pytest.raises(
+                fk.CheckpointError, match=r"No sync\. Checkpoints that .*\d is good"
+            ):
                 save(directory, 2, keep=1)
             assert (directory / "step_00000001").exists()  # nothing older is deleted for it
         else:

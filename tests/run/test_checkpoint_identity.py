@@ -63,7 +63,11 @@ STATES = {
         like(held=slice(2)),
         r"an optimizer over other parameters: only it has '1.weight'.*\. Build the op",
     ),
-    "optimizer": (like(), like(optimizer=torch.optim.Adam), r"another optimizer: .* is SGD there and Adam here"),
+    "optimizer": (
+        like(),
+        like(optimizer=torch.optim.Adam),
+        r"another optimizer: .* is SGD there and Adam here",
+    ),
     "field": (
         like(),
         like(kind=Later, phase=torch.ones(1)),

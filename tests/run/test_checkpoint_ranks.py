@@ -164,7 +164,7 @@ def _refuse(rank, world, directory):
         optimizer.step()
         state = fk.donate(state, step=2)
         if kind is Elsewhere:
-            with pytest.raises(TypeError, match="^Elsewhere has no state after step 2; kept any"):
+            with pytest.raises(TypeError, match=r"^Elsewhere has no state after step 2; kept any"):
                 fk.checkpoint_save(state, directory)
             assert not directory.exists()
         else:  # one that holds parameters without a gradient needs none
@@ -204,10 +204,8 @@ def streaming(world, stream, kind=Streaming, **fields):
 
 def go_on(state, steps):
     """Pull groups of two micro-batches; what a run without a stop pulls is what counts."""
-    pulled = []
-    for group in islice(fk.groups(state.stream, 2), steps):
-        pulled.append([batch["input_ids"].tolist() for batch in group])
-    return pulled
+    pulled = islice(fk.groups(state.stream, 2), steps)
+    return [[batch["input_ids"].tolist() for batch in group] for group in pulled]
 
 
 def _stream(rank, world, directory):
@@ -222,7 +220,10 @@ def _stream(rank, world, directory):
         with state.stream:
             assert go_on(state, 3) == following
     for stream, message in (
-        (stream_of(0, world), r"rank 1: ValueError: .* that of reader 1 of 2, and this is reader 0"),
+        (
+            stream_of(0, world),
+            r"rank 1: ValueError: .* that of reader 1 of 2, and this is reader 0",
+        ),
         (stream_of(rank, world, seed=1), r"rank 0: .* position is in other documents"),
     ):
         with pytest.raises(fk.CheckpointError, match=message):

@@ -69,21 +69,27 @@ def test_what_retention_half_deletes_is_no_checkpoint(url, monkeypatch, caplog):
     assert objects() == whole(2, 3)
 
 
-@pytest.mark.parametrize(("method", "step"), [("put_file", 3), ("pipe_file", 2), ("pipe_file", 3)])
-def test_whatever_upload_fails_the_earlier_one_is_whole(url, monkeypatch, method, step):
-    """Also where the same step is saved again, which then replaces it."""
-    expected, left = everything(save(url, 2)), [1]
-    real = getattr(MemoryFileSystem, method)
+def failing(monkeypatch, method, times, error):
+    """Let the first calls of a method of the storage fail; return how many are left."""
+    real, left = getattr(MemoryFileSystem, method), [times]
 
     def fails(self, *args, **options):
         left[0] -= 1
-        if left[0] == 0:
-            raise OSError(errno.EIO, "Input/output error")
+        if left[0] >= 0:
+            raise error
         return real(self, *args, **options)
 
     monkeypatch.setattr(MemoryFileSystem, method, fails)
-    message = rf"step {step} could not be saved to memory://runs/a: .*step_00000002 is good"
+    return left
+
+
+@pytest.mark.parametrize(("method", "step"), [("put_file", 3), ("pipe_file", 2), ("pipe_file", 3)])
+def test_whatever_upload_fails_the_earlier_one_is_whole(url, monkeypatch, method, step):
+    """Also where the same step is saved again, which then replaces it."""
+    expected = everything(save(url, 2))
+    failing(monkeypatch, method, 1, OSError(errno.EIO, "Input/output error"))
     other = train(build(seed=1), step)
+    message = rf"step {step} could not be saved to memory://runs/a: .*step_00000002 is good"
     with pytest.raises(fk.CheckpointError, match=message):
         fk.checkpoint_save(other, url, blocking=True)
     assert_same(everything(fk.checkpoint_load(build(), url)), expected)
@@ -94,18 +100,10 @@ def test_whatever_upload_fails_the_earlier_one_is_whole(url, monkeypatch, method
 
 @pytest.mark.parametrize("method", ["put_file", "pipe_file", "info", "ls", "rm"])
 def test_what_fails_for_a_moment_fails_no_save(url, monkeypatch, method):
-    real, left = getattr(MemoryFileSystem, method), [2]
-
-    def fails(self, *args, **options):
-        left[0] -= 1
-        if left[0] >= 0:
-            raise TimeoutError
-        return real(self, *args, **options)
-
     monkeypatch.setattr(urls, "PATIENCE_S", 60.0)
     monkeypatch.setattr(urls.time, "sleep", lambda _: None)
     save(url, 1)
-    monkeypatch.setattr(MemoryFileSystem, method, fails)
+    left = failing(monkeypatch, method, 2, TimeoutError())
     save(url, 2, keep=1)
     assert left[0] < 0
     assert objects() == whole(2)
@@ -162,9 +160,12 @@ def _save(rank, world, url):
     state = train(build(world), 2)
     assert fk.checkpoint_save(state, url).wait() == f"{url}/step_00000002"
     expected = everything(state)
-    with patch.multiple(urls, PATIENCE_S=0.0), patch.multiple(LocalFileSystem, put_file=full):
-        with pytest.raises(fk.CheckpointError) as failure:
-            fk.checkpoint_save(train(state, 1), url, blocking=True)
+    with (
+        patch.multiple(urls, PATIENCE_S=0.0),
+        patch.multiple(LocalFileSystem, put_file=full),
+        pytest.raises(fk.CheckpointError) as failure,
+    ):
+        fk.checkpoint_save(train(state, 1), url, blocking=True)
     return expected, str(failure.value)
 
 
@@ -174,9 +175,10 @@ def _load(rank, world, url):
 
 def test_two_ranks_save_and_any_number_loads_and_a_failure_on_one_is_raised_on_both(tmp_path):
     url = f"file://{tmp_path}/runs"
-    for expected, message in run_ranks(_save, 2, url):
+    both = run_ranks(_save, 2, url)
+    for _, message in both:
         assert "rank_00001.safetensors: OSError: No space left on device" in message
         assert message.endswith("untouched: step_00000002 is good.")
     assert len(list(tmp_path.glob("runs/step_00000002/data-*/rank_0000[01].safetensors"))) == 2
     for found in [*run_again(_load, 2, url), _load(0, 1, url)]:
-        assert_same(found, expected)
+        assert_same(found, both[0][0])

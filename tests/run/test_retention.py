@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from saved import build
 
 import forgekit as fk
-from forgekit.checkpoints import directory, load
+from forgekit.checkpoints import directory
 from forgekit.files import locked
 
 METRICS = {0: None, 1: 5.0, 2: 3.0, 3: math.nan, 4: 3.0, 5: 9.0, 6: None, 8: 4.0, 9: 7.0}
@@ -131,10 +131,7 @@ def test_manifests_of_many_that_stay_are_not_read(tmp_path, monkeypatch):
         directory, "read_manifest", lambda storage, step: reads.append(step) or read(storage, step)
     )
     write_folders(tmp_path, dict.fromkeys(range(1, 100), 1.0))
-    saved(tmp_path, {5000: 2.0, 5001: 2.0}, keep=fk.Keep(last=2, every=1))
-    assert len(reads) <= 8
-    reads.clear()
-    assert fk.checkpoint_load(build(), tmp_path).step == 5001
-    assert len(reads) == load.NEAR
-    with pytest.raises(fk.CheckpointError, match=r"no committed step 7000; it has .*5000, 5001\."):
+    saved(tmp_path, {5000: 2.0}, keep=fk.Keep(last=2, every=1))
+    assert len(reads) <= 4
+    with pytest.raises(fk.CheckpointError, match=r"no committed step 7000; it has .*99, 5000\."):
         fk.checkpoint_load(build(), tmp_path, step=7000)
