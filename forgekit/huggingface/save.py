@@ -264,8 +264,10 @@ def _files(
     dtypes = {key: of_model for boxes in held for (key, _), of_model in boxes.items()}
     groups: list[Entries] = [{}]
     for key, shape in names.shapes.items():
-        is_cast = dtype is not None and dtypes[key].is_floating_point
-        entry = names.dtypes.get(key, dtype if is_cast else dtypes[key]), shape
+        written = dtypes[key]
+        if dtype is not None and written.is_floating_point:
+            written = dtype
+        entry = names.dtypes.get(key, written), shape
         if groups[-1] and sum(map(_bytes, [*groups[-1].values(), entry])) > max_shard_size:
             groups.append({})
         groups[-1][key] = entry
