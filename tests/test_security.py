@@ -108,16 +108,6 @@ def test_the_pickles_of_the_test_above_would_run(tmp_path):
         (tmp_path / "ran").rmdir()
 
 
-def test_pickled_weights_beside_a_base_are_not_read(tmp_path):
-    fk.save_huggingface(model(), tmp_path / "base")
-    for path in (tmp_path / "base").glob("*.safetensors"):
-        path.unlink()
-    torch.save({"weight": Payload(tmp_path / "ran")}, tmp_path / "base" / "pytorch_model.bin")
-    with pytest.raises((OSError, RuntimeError, ValueError), match="safetensors"):
-        fk.load_huggingface(model(1), tmp_path / "base")
-    assert not (tmp_path / "ran").exists()
-
-
 def test_a_value_of_the_command_line_is_never_evaluated(tmp_path):
     fields = {"__annotations__": {"out": Path}, "out": key(Path("runs"), "Run directory.")}
     config = attrs.frozen(kw_only=True)(type("Config", (), fields))

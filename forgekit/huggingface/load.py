@@ -7,7 +7,7 @@ copies the boxes that its shards need, straight into them.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ def load_huggingface(
     ranks = ranks_sharing(tensors.values())
     held = {name for one in ranks.each(lambda: [*tensors]) for name in one}
     names, stored = ranks.together(lambda: _check(model, tensors, path, names, held))
-    ranks.together(lambda: read_into(tensors, names, stored))
+    ranks.together(lambda: _read_into(tensors, names, stored))
     reset_magnitudes(model)
 
 
@@ -151,35 +151,22 @@ def check_stored(names: NameMap, stored: Mapping[str, Stored], where: Path) -> N
         raise CheckpointError(f"{where} does not fit the model: {different}.")
 
 
-def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
-    """What a rank holds of a tensor, and which box of the whole that is."""
-    pairs = zip(*box_of(tensor), strict=True)
-    return local(tensor), tuple((start, start + size) for start, size in pairs)
-
-
-def overlaps(values: Tensor, box: Box, part: Part) -> tuple[Tensor, Box] | None:
-    """Find what of a part a rank holds.
+def held_parts(tensors: Mapping[str, Tensor], names: NameMap) -> Iterator[tuple[str, Box, Tensor]]:
+    """Yield what this rank holds of tensors on disk.
 
     Args:
-        values: The rank's values.
-        box: Where they are in the whole tensor.
-        part: A part of the whole tensor.
+        tensors: A model's, by name.
+        names: Their names on disk; what is in none of them is left out.
 
-    Returns:
-        A view of the rank's values, laid out as on disk, and where they are there; None if it
-        holds nothing of the part.
+    Yields:
+        The name on disk, where in that tensor it is, and a view of the values, laid out as there.
     """
-    shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, part.box, strict=True)]
-    if any(start >= stop for start, stop in shared):
-        return None
-    view = values[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, box, strict=True))]
-    view = view[0] if part.is_stacked else view
-    view = view.mT if part.is_transposed else view
-    # From where the box begins in the model's tensor to where it does on disk.
-    begins = part.to_key([start for start, _ in part.box])
-    moved = [there - here for here, (there, _) in zip(begins, part.key_box, strict=True)]
-    pairs = zip(part.to_key(shared), moved, strict=True)
-    return view, tuple((start + by, stop + by) for (start, stop), by in pairs)
+    for name, tensor in tensors.items():
+        starts_and_sizes = zip(*box_of(tensor), strict=True)
+        box = tuple((start, start + size) for start, size in starts_and_sizes)
+        for part in names.parts.get(name, ()):
+            if (overlap := _overlap(local(tensor), box, part)) is not None:
+                yield (part.key, *overlap)
 
 
 def _check(
@@ -242,36 +229,55 @@ def _names_of(model: nn.Module, path: Path) -> NameMap:
 
 
 @torch.no_grad()
-def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str, Stored]) -> None:
+def _read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str, Stored]) -> None:
     """Read what a rank holds, in place, file by file."""
-    boxes: dict[Path, list[tuple[str, Tensor, Box]]] = {}
-    packed: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if name not in names.parts:  # adapters
-            continue
-        if is_packed(tensor):
-            packed[name] = tensor
-            continue
-        values, held = local_part(tensor)
-        if name in names.padded and held:
-            values[max(names.padded[name] - held[0][0], 0) :].zero_()
-        for part in names.parts[name]:
-            if (overlap := overlaps(values, held, part)) is not None:
-                boxes.setdefault(stored[part.key].file, []).append((part.key, *overlap))
-    for path, targets in boxes.items():
+    packed = {n: t for n, t in tensors.items() if n in names.parts and is_packed(t)}
+    plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
+    for name, rows in names.padded.items():
+        if name in plain and local(plain[name]).numel():
+            start = box_of(plain[name])[0][0]
+            local(plain[name])[max(rows - start, 0) :].zero_()
+    boxes: dict[Path, list[tuple[str, Box, Tensor]]] = {}
+    for part in held_parts(plain, names):
+        boxes.setdefault(stored[part[0]].file, []).append(part)
+    for path, parts in boxes.items():
         with reading(path) as file:
-            for key, target, box in targets:
+            for key, box, target in parts:
                 target.copy_(view_of(file, key, box))
                 if target.is_floating_point() and not _is_finite(target):
                     raise CheckpointError(f"{key!r} in {path} holds values that are not finite.")
     for name, tensor in packed.items():
         # The mean of all its values goes into each piece: a rank reads the whole, one at a time.
         parts = names.parts[name]
-        stops = zip(*([stop for _, stop in part.box] for part in parts), strict=True)
-        shape = [max(one) for one in stops]
+        shape = [max(stops) for stops in zip(*([b for _, b in p.box] for p in parts), strict=True)]
         whole = torch.empty(shape, dtype=stored[parts[0].key].dtype)
-        read_into({name: whole}, names, stored)
+        _read_into({name: whole}, names, stored)
         copy_full(tensor, whole)
+
+
+def _overlap(values: Tensor, box: Box, part: Part) -> tuple[Box, Tensor] | None:
+    """Find what of a part a rank holds.
+
+    Args:
+        values: The rank's values.
+        box: Where they are in the whole tensor.
+        part: A part of the whole tensor.
+
+    Returns:
+        Where on disk, and a view of the rank's values, laid out as there; None if it holds nothing
+        of the part.
+    """
+    shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, part.box, strict=True)]
+    if any(start >= stop for start, stop in shared):
+        return None
+    view = values[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, box, strict=True))]
+    view = view[0] if part.is_stacked else view
+    view = view.mT if part.is_transposed else view
+    # From where the box begins in the model's tensor to where it does on disk.
+    begins = part.to_key([start for start, _ in part.box])
+    moved = [there - here for here, (there, _) in zip(begins, part.key_box, strict=True)]
+    pairs = zip(part.to_key(shared), moved, strict=True)
+    return tuple((start + by, stop + by) for (start, stop), by in pairs), view
 
 
 def _is_finite(tensor: Tensor) -> bool:

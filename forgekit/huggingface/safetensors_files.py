@@ -111,7 +111,12 @@ def reading(path: Path) -> Iterator[Any]:
 
 def view_of(file: Any, name: str, box: Box) -> Tensor:
     """A box of a tensor in an open file; nothing is read before its values are used."""
-    return file.get_slice(name)[tuple(slice(*bounds) for bounds in box) or ...]
+    return file.get_slice(name)[slices(box) or ...]
+
+
+def slices(box: Box) -> tuple[slice, ...]:
+    """A box as an index."""
+    return tuple(slice(*bounds) for bounds in box)
 
 
 def write_tensors(

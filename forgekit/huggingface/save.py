@@ -1,8 +1,9 @@
 """Write a model as a Hugging Face directory, from any layout, one tensor at a time.
 
-Every rank takes part; the first one writes. A tensor is gathered, written and let go before the
-next, so that no rank ever holds more than its own shards and one whole tensor. The directory is
-filled under a temporary name, read back and compared, and only then it gets its own.
+Every rank takes part; the first one writes. The others send it what they hold of a tensor, which is
+written and let go before the next, so that no rank ever holds more than its own shards and one
+whole tensor. The directory is filled under a temporary name, read back and compared, and only then
+it gets its own.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ import math
 import os
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forgekit.checks import brief, path_of
+from forgekit.environment import require
 from forgekit.files import atomic_directory
-from forgekit.huggingface.check_export import check_logits as compare_logits
-from forgekit.huggingface.check_export import check_values
 from forgekit.huggingface.families import (
     FAMILIES,
     Family,
@@ -37,17 +36,23 @@ from forgekit.huggingface.families import (
 )
 from forgekit.huggingface.load import (
     check_named,
+    check_stored,
+    held_parts,
     huggingface_spec,
-    local_part,
+    load_huggingface,
     name_map,
-    overlaps,
     read_config,
 )
-from forgekit.huggingface.names import NameMap, Part
+from forgekit.huggingface.names import Box, NameMap
 from forgekit.huggingface.safetensors_files import (
     INDEX,
     SINGLE,
     read_json,
+    reading,
+    same_bits,
+    slices,
+    stored_tensors,
+    view_of,
     write_json,
     write_tensors,
 )
@@ -60,7 +65,8 @@ from forgekit.huggingface.transformers_models import transformers_config, transf
 from forgekit.model.lora import LoraLinear, adapter_names, lora_layers
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks, all_ranks
-from forgekit.tensors import full, named_tensors
+from forgekit.safetensors_files import bytes_of
+from forgekit.tensors import named_tensors
 
 WRITER = "forgekit_version"
 """Key of a config.json by which a directory that was written here is known."""
@@ -73,6 +79,11 @@ WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 STALE = ("auto_map", "_name_or_path", "original_max_position_embeddings", "quantization_config")
 """Keys of another model's config.json that say nothing about the one that is written."""
 
+POSITIONS, CLOSE = 16, 1e-3
+"""Of the comparison of logits: how many, and their relative difference."""
+
+Key = tuple[str, Box]
+"""A part of a tensor on disk that a rank holds: the name there, and where in it."""
 Entries = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -122,7 +133,6 @@ def save_huggingface(
         names = ranks.together(lambda: transformers_names(model))
         config |= transformers_config(model)
     tensors = ranks.together(lambda: _weights(model))
-    held = ranks.each(lambda: {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
     with ExitStack() as stack:
         new = atomic_directory(path, is_replaceable=_is_export)
         folder = ranks.first(lambda: stack.enter_context(new))
@@ -132,15 +142,18 @@ def save_huggingface(
         if spec is not None:
             names, config = ranks.together(lambda: _describe(spec, family, config, tokens))
         assert names is not None
-        plan = ranks.together(lambda: _plan(names, held, dtype, max_shard_size))
-        ranks.first(lambda: _write_config(folder, config, plan, tokenizer, source))
-        _write(ranks, folder, plan, tensors)
+        views = ranks.together(lambda: _views(tensors, names))
+        held = ranks.each(lambda: {key: view.dtype for key, view in views.items()})
+        senders = ranks.together(lambda: _senders(names, held))
+        files = _files(names, held, dtype, max_shard_size)
+        ranks.first(lambda: _write_config(folder, config, files, tokenizer, source))
+        _write(ranks, folder, files, senders, views)
         # Read back before the folder gets its name: what differs is deleted with it.
-        ranks.together(lambda: check_values(tensors, names, folder))
+        ranks.together(lambda: _check_values(views, names, folder))
         if spec is not None:
             ranks.first(lambda: _check_spec(spec, folder))
             if check_logits:
-                ranks.first(lambda: compare_logits(folder))
+                ranks.first(lambda: _check_logits(folder))
         ranks.first(stack.close)
 
 
@@ -157,6 +170,16 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(layer, LoraLinear) and layer.merged is not None:
             tensors[f"{name}.weight"] = layer.merged
     return tensors
+
+
+def _views(tensors: Mapping[str, Tensor], names: NameMap) -> dict[Key, Tensor]:
+    """What this rank holds of each tensor on disk: the name there, where in it, and a view."""
+    if unnamed := [name for name in tensors if name not in names.parts]:
+        raise CheckpointError(
+            f"the model has {unnamed[0]!r}, which has no name on disk. Pass names= with a rule "
+            "for it."
+        )
+    return {(key, box): view for key, box, view in held_parts(tensors, names)}
 
 
 def _resolve(like: Any) -> tuple[Family | None, dict[str, Any], Path | None]:
@@ -217,37 +240,31 @@ def _check_spec(spec: TransformerSpec, directory: Path) -> None:
         raise CheckpointError(f"config.json was read back as another model: {different}.")
 
 
-@attrs.frozen
-class _Plan:
-    """What is written where, the same on every rank.
+def _senders(
+    names: NameMap, held: Sequence[Mapping[Key, torch.dtype]]
+) -> dict[str, dict[Box, int]]:
+    """Return by name on disk the boxes of a tensor, each with the first rank that holds it."""
+    senders: dict[str, dict[Box, int]] = {key: {} for key in names.shapes}
+    for rank, boxes in enumerate(held):
+        for key, box in boxes:
+            senders[key].setdefault(box, rank)
+    for key, shape in names.shapes.items():
+        if sum(map(_volume, senders[key])) != math.prod(shape):
+            raise CheckpointError(f"no rank has all of {names.names[key]}, {key!r} on disk.")
+    return senders
 
-    Attributes:
-        names: Names on disk.
-        files: Dtype and shape of each tensor by name, by file, in the order of writing.
-        owners: By name in the model the first rank that has a part of a tensor, its dtype, shape.
-    """
 
-    names: NameMap
-    files: dict[str, Entries]
-    owners: dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
-
-
-def _plan(
-    names: NameMap, held: list[Entries], dtype: torch.dtype | None, max_shard_size: int
-) -> _Plan:
-    owners: dict[str, tuple[int, torch.dtype, tuple[int, ...]]] = {}
-    for rank, entries in enumerate(held):
-        owners = {name: (rank, *entry) for name, entry in entries.items()} | owners
-    if unnamed := [name for name in owners if name not in names.parts]:
-        raise CheckpointError(
-            f"the model has {unnamed[0]!r}, which has no name on disk. Pass names= with a rule "
-            "for it."
-        )
-    if lost := [name for name, parts in names.parts.items() if parts and name not in owners]:
-        raise CheckpointError(f"no rank has {lost[0]!r}, which has a name on disk.")
+def _files(
+    names: NameMap,
+    held: Sequence[Mapping[Key, torch.dtype]],
+    dtype: torch.dtype | None,
+    max_shard_size: int,
+) -> dict[str, Entries]:
+    """Return by file dtype and shape of each tensor, in the order of writing."""
+    dtypes = {key: of_model for boxes in held for (key, _), of_model in boxes.items()}
     groups: list[Entries] = [{}]
     for key, shape in names.shapes.items():
-        written = owners[names.names[key][0]][1]
+        written = dtypes[key]
         if dtype is not None and written.is_floating_point:
             written = dtype
         entry = names.dtypes.get(key, written), shape
@@ -256,7 +273,11 @@ def _plan(
         groups[-1][key] = entry
     count = len(groups)
     files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    return _Plan(names, dict(zip(files if count > 1 else [SINGLE], groups, strict=True)), owners)
+    return dict(zip(files if count > 1 else [SINGLE], groups, strict=True))
+
+
+def _volume(box: Box) -> int:
+    return math.prod(stop - start for start, stop in box)
 
 
 def _bytes(entry: tuple[torch.dtype, tuple[int, ...]]) -> int:
@@ -264,10 +285,14 @@ def _bytes(entry: tuple[torch.dtype, tuple[int, ...]]) -> int:
 
 
 def _write_config(
-    folder: Path, config: dict[str, Any], plan: _Plan, tokenizer: Any, source: Path | None
+    folder: Path,
+    config: dict[str, Any],
+    files: dict[str, Entries],
+    tokenizer: Any,
+    source: Path | None,
 ) -> None:
     sizes = Counter[torch.dtype]()
-    for entries in plan.files.values():
+    for entries in files.values():
         for entry in entries.values():
             sizes[entry[0]] += _bytes(entry)
     ((most, _),) = sizes.most_common(1)
@@ -281,8 +306,8 @@ def _write_config(
         settings = _with_end(ids, read_json(source / GENERATION), tokenizer)
     if settings := {key: value for key, value in settings.items() if value is not None}:
         write_json(folder / GENERATION, settings)
-    if len(plan.files) > 1:
-        where = {key: file for file, entries in plan.files.items() for key in entries}
+    if len(files) > 1:
+        where = {key: file for file, entries in files.items() for key in entries}
         total = {"total_size": sizes.total()}
         write_json(folder / INDEX, {"metadata": total, "weight_map": where})
 
@@ -295,65 +320,81 @@ def _with_end(ids: dict[str, Any], settings: dict[str, Any], tokenizer: Any) -> 
     return {**ids, **settings, **({"eos_token_id": end} if is_other else {})}
 
 
-def _write(ranks: Ranks, folder: Path, plan: _Plan, tensors: Mapping[str, Tensor]) -> None:
-    """Gather and write file by file."""
-    values = _values(ranks, plan, tensors)
-    for file, entries in plan.files.items():
-        mine = islice(values, len(entries))
-        if ranks.rank:
-            deque(mine, maxlen=0)
-        ranks.first(partial(_write_file, folder / file, entries, mine))
+def _write(
+    ranks: Ranks,
+    folder: Path,
+    files: Mapping[str, Entries],
+    senders: Mapping[str, Mapping[Box, int]],
+    views: Mapping[Key, Tensor],
+) -> None:
+    """Write all files on the first rank, to which the others send what they hold."""
+    entries = {key: entry for file in files.values() for key, entry in file.items()}
 
+    def part(key: str, box: Box, sender: int) -> Tensor:
+        """This rank's part of a tensor, or on the first rank that of another one."""
+        if sender == ranks.rank:
+            return views[key, box].to("cpu", entries[key][0]).contiguous()
+        received = torch.empty([stop - start for start, stop in box], dtype=entries[key][0])
+        dist.recv(bytes_of(received), sender)
+        return received
 
-def _write_file(path: Path, entries: Entries, tensors: Iterator[Tensor]) -> None:
-    try:
-        write_tensors(path, entries, tensors)
-    finally:
-        deque(tensors, maxlen=0)  # the others are in the same collectives, also if a disk is full
+    def whole(key: str) -> Tensor:
+        if len(senders[key]) == 1:
+            return part(key, *next(iter(senders[key].items())))
+        tensor = torch.empty(entries[key][1], dtype=entries[key][0])
+        for box, sender in senders[key].items():
+            tensor[slices(box)] = part(key, box, sender)
+        return tensor
+
+    def write() -> None:
+        tensors = map(whole, entries)
+        try:
+            for file, inside in files.items():
+                write_tensors(folder / file, inside, islice(tensors, len(inside)))
+        finally:
+            deque(tensors, maxlen=0)  # the others are sending, also if a disk is full
+
+    if ranks.rank:
+        for key in entries:
+            for box, sender in senders[key].items():
+                if sender == ranks.rank:  # as bytes: gloo does not know every dtype
+                    dist.send(bytes_of(part(key, box, sender)), 0)
+    ranks.first(write)
 
 
 @torch.no_grad()
-def _values(ranks: Ranks, plan: _Plan, tensors: Mapping[str, Tensor]) -> Iterator[Tensor]:
-    """Yield each tensor on disk on the first rank, and nothing of use on the others."""
-    parts: dict[str, list[Part]] = {key: [] for key in plan.names.shapes}
-    for part in (part for parts_of in plan.names.parts.values() for part in parts_of):
-        parts[part.key].append(part)
-    last = {part.name: key for key, sharing in parts.items() for part in sharing}
-    whole: dict[str, Tensor] = {}
-    for key, (dtype, shape) in (item for file in plan.files.values() for item in file.items()):
-        for part in parts[key]:
-            if part.name not in whole:
-                whole[part.name] = _gather(ranks, plan, tensors.get(part.name), part.name)
-        yield _assemble(parts[key], whole, dtype, shape) if ranks.rank == 0 else torch.empty(0)
-        whole = {name: one for name, one in whole.items() if last[name] != key}
+def _check_values(views: Mapping[Key, Tensor], names: NameMap, directory: Path) -> None:
+    """Compare what a rank holds with the files, bit for bit after the cast to their dtype."""
+    stored = stored_tensors(directory)
+    check_stored(names, stored, directory)
+    with ExitStack() as stack:  # each file is opened once: headers of many experts are long
+        paths = {one.file for one in stored.values()}
+        files = {path: stack.enter_context(reading(path)) for path in paths}
+        for (key, box), view in views.items():
+            written = view_of(files[stored[key].file], key, box)
+            if not same_bits(written, view.to("cpu", written.dtype)):
+                raise CheckpointError(
+                    f"{key!r} was read back with other values than {names.names[key]} have."
+                )
 
 
-def _assemble(
-    parts: list[Part], whole: Mapping[str, Tensor], dtype: torch.dtype, shape: tuple[int, ...]
-) -> Tensor:
-    pieces = [
-        piece
-        for part in parts
-        if (piece := overlaps(one := whole[part.name], local_part(one)[1], part)) is not None
-    ]
-    if len(pieces) == 1:
-        return pieces[0][0].to(dtype)
-    made = torch.empty(shape, dtype=dtype)
-    for view, box in pieces:
-        made[tuple(slice(*bounds) for bounds in box)] = view.to(dtype)
-    return made
+@torch.no_grad()
+def _check_logits(directory: Path) -> None:
+    """Compare logits that transformers computes from a directory with a ``Transformer``'s.
 
-
-def _gather(ranks: Ranks, plan: _Plan, tensor: Tensor | None, name: str) -> Tensor:
-    """A whole tensor in the first rank's memory; what the others return is of no use."""
-    owner, dtype, shape = plan.owners[name]
-    whole = torch.empty(0) if tensor is None else full(tensor)
-    if owner == 0:
-        return whole.cpu() if ranks.rank == 0 else whole.new_empty(0)
-    if ranks.rank == owner:  # as bytes: gloo does not know every dtype
-        dist.send(whole.cpu().contiguous().view(-1).view(torch.uint8), 0)
-    elif ranks.rank == 0:
-        whole = torch.empty(shape, dtype=dtype)
-        dist.recv(whole.view(-1).view(torch.uint8), owner)
-        return whole
-    return whole.new_empty(0)
+    Both models are built from the files, whole and in float32, in this process.
+    """
+    transformers = require("transformers", extra="hf")
+    spec = huggingface_spec(directory)
+    ids = (torch.arange(min(POSITIONS, spec.max_seq_len)) * 7919 % spec.vocab_size).unsqueeze(0)
+    model = Transformer(spec).eval()
+    load_huggingface(model, directory)
+    options: dict[str, Any] = {"trust_remote_code": False, "dtype": torch.float32}
+    opened = transformers.AutoModelForCausalLM.from_pretrained(str(directory), **options).eval()
+    expected = model(ids)
+    error = float((opened(ids).logits - expected).norm())
+    if not error <= CLOSE * float(expected.norm()):
+        raise CheckpointError(
+            f"the export computes other logits in transformers: they differ by {error:.1e}, of "
+            f"{float(expected.norm()):.1e}, so it was not kept."
+        )

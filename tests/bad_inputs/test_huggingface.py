@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import attrs
 import pytest
@@ -88,12 +89,10 @@ def test_a_window_counts_where_transformers_has_one(name, changes, slides):
     moe = attrs.evolve(MOE, **family.router)
     spec = attrs.evolve(SPEC, qk_norm=family.has_qk_norm, moe=moe if family.experts else None)
     config = {**family.write(spec), "layer_types": None, "sliding_window": 8, **changes}
-    if not slides:
-        assert family.read(config).max_seq_len == 32
-    else:
-        with pytest.raises(fk.CheckpointError, match="sliding_window is 8 and the context 32"):
-            family.read(config)
-        assert family.read(config, 8).max_seq_len == 8
+    refused = pytest.raises(fk.CheckpointError, match="sliding_window is 8 and the context 32")
+    with refused if slides else nullcontext():
+        family.read(config)
+    assert family.read(config, 8).max_seq_len == 8
 
 
 def test_experts_in_uneven_steps_are_refused():
@@ -127,8 +126,7 @@ def resave(edit):
 
 
 def cut(saved):
-    content = first(saved).read_bytes()
-    first(saved).write_bytes(content[:-3])
+    first(saved).write_bytes(first(saved).read_bytes()[:-3])
 
 
 def list_more(saved):
@@ -137,7 +135,6 @@ def list_more(saved):
 
 EMBEDDING = "model.embed_tokens.weight"
 BIAS = {"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}
-SMALLER = {EMBEDDING: torch.ones(16, 8)}
 WHOLE = {EMBEDDING: torch.ones(16, 16, dtype=torch.int8)}
 FILES = {
     "a file cut short": (cut, "is missing, damaged or was not written to the end: "),
@@ -146,20 +143,13 @@ FILES = {
         r"does not fit the model: it lacks 'model\.embed_tokens\.weight' \(nearest",
     ),
     "a bias": (resave(lambda t: t.update(BIAS)), r"only it has 'model\.layers\.0\.self_attn\.q_p"),
-    "another shape": (
-        resave(lambda tensors: tensors.update(SMALLER)),
-        r"embed_tokens\.weight' is of shape \(16, 8\) there and of shape \(16, 16\) here\.",
-    ),
     "whole numbers": (resave(lambda t: t.update(WHOLE)), r"holds int8 and the model's is float32"),
     "an index of tensors that are not there": (
         list_more,
         r"says that 'lm_head\.bias' is in model-00001-of-\d+\.safetensors, and it is in no file",
     ),
     "no index": (lambda saved: (saved / INDEX).unlink(), r"has neither model\.safetensors nor "),
-    "no JSON": (
-        lambda saved: (saved / "config.json").write_text("{"),
-        r"config\.json cannot be read: JSONDecodeError",
-    ),
+    "no JSON": (lambda saved: (saved / "config.json").write_text("{"), "cannot be read: JSONDecod"),
 }
 
 
@@ -184,9 +174,6 @@ def test_values_that_are_none_are_found_while_they_are_read(value, saved):
 OTHERS = {
     "layers 2": {"layers": 1},
     "heads 2": {"heads": 4, "head_dim": 4},
-    "channels 8": {"head_dim": 4},
-    "ffn_dim 24": {"ffn_dim": 16},
-    "vocab_size 16": {"vocab_size": 8},
     "norm_eps 1e-05": {"norm_eps": 1e-6},
     r"rope_theta 10000\.0": {"rope_theta": 7.0},
     "rope_type 'default'": {"rope_scaling": fk.RopeScaling(kind="linear", factor=2.0)},
@@ -221,28 +208,30 @@ def test_what_cannot_be_loaded_into_is_refused(saved, tmp_path):
         fk.load_huggingface(fk.Transformer(SPEC), tmp_path / "gone")
 
 
-SIGMOID = {"moe": attrs.evolve(MOE, router="sigmoid")}
-DROPPING = {"moe": attrs.evolve(MOE, capacity=1)}
-ERROR = fk.CheckpointError
-EXPORTS = {
-    "like nothing that is known": ({}, "gpt2", ValueError, r"^like is 'gpt2': no directory, and "),
-    "like a model with other parts": (
+EXPORTS = [
+    ({}, "gpt2", ValueError, r"^like is 'gpt2': no directory, and "),
+    (
         {},
         "qwen3",
-        ERROR,
+        fk.CheckpointError,
         r"^Qwen3ForCausalLM is no model of this spec: qk_norm True there and False here\.$",
     ),
-    "a router that no family has": (
-        SIGMOID,
+    (
+        {"moe": attrs.evolve(MOE, router="sigmoid")},
         None,
-        ERROR,
+        fk.CheckpointError,
         r"LlamaForCausalLM is no model .* Dots1ForCausalLM is no model of this spec: qk_norm True",
     ),
-    "tokens that are dropped": (DROPPING, None, ERROR, r"moe\.capacity is 1, and none drops"),
-}
+    (
+        {"moe": attrs.evolve(MOE, capacity=1)},
+        None,
+        fk.CheckpointError,
+        r"moe\.capacity is 1, and none drops",
+    ),
+]
 
 
-@pytest.mark.parametrize(("spec", "like", "error", "message"), EXPORTS.values(), ids=EXPORTS)
+@pytest.mark.parametrize(("spec", "like", "error", "message"), EXPORTS)
 def test_exports_that_cannot_be_are_refused_and_leave_nothing(tmp_path, spec, like, error, message):
     model = fk.Transformer(attrs.evolve(SPEC, **spec))
     with pytest.raises(error, match=message):
@@ -301,11 +290,11 @@ RULES = [
         lambda: [rename("a.0.w", "x"), rename("a.1.w", "x"), BOTH[1]],
         r"^'a\.0\.w' and 'a\.1\.w' are both 'x' on disk, in the same position",
     ),
-    (lambda: [rename("a.*.w", "x.w")], r"^patterns of a rule must have the same number of \*; the"),
     (
         lambda: [split(["a.0.w", "b"], "y"), rename("a.1.w", "z")],
         r"cannot be joined along dimension 0; the others must be equal",
     ),
+    (lambda: [rename("a.*.w", "x.w")], r"^patterns of a rule must have the same number of \*; the"),
     (lambda: [stack(join("a.*.w", ["x.*.{}.v", "x.*.{}.w"]))], r"^stack takes the first dimension"),
     (
         lambda: [BOTH[0], join("b", ["b.0", "b.1", "b.2"])],

@@ -44,51 +44,32 @@ def generate(**options):
     return fk.generate(fk.Transformer(SPEC), **{"prompts": IDS, "max_new_tokens": 1, **options})
 
 
-CASES = {
-    "a schedule that gives NaN": (
+TOTAL = "^a loss has a sum, count or metric of shape"
+CASES = [
+    (
         lambda: step(schedule=lambda _: math.nan)(create(), [batch_of()]),
-        ValueError,
-        "^the learning rate of step 0 is nan; it must be finite and not negative",
+        "^the learning rate of step 0",
     ),
-    "a sample for a batch": (
+    (
         lambda: fk.accumulate(create(), [batch_of()[0]], loss_fn),
-        TypeError,
-        r"^a micro-batch is a TensorDict with batch_size \[\]; .* Use TensorDict\(tensors, batch_s",
+        r"^a micro-batch is .* Use TensorDict",
     ),
-    "a mistyped time of reduction": (
-        lambda: fk.accumulate(create(), [batch_of()], loss_fn, sync="lst"),
-        ValueError,
-        "^sync is 'lst'",
-    ),
-    "a loss without a graph": (
-        returning(lambda total: fk.Loss(total.detach(), 1)),
-        ValueError,
-        "^the loss that loss_fn returned does not depend on any trainable parameter; a micro-batch",
-    ),
-    "a metric of several numbers": (
-        returning(lambda total: fk.Loss(total, 1, {"a": torch.ones(3)})),
-        ValueError,
-        r"^a loss has a sum, count or metric of shape \(3,\); each is a number .* Sum it first",
-    ),
-    "a metric with a name that is taken": (
+    (lambda: fk.accumulate(create(), [batch_of()], loss_fn, sync="lst"), "^sync is 'lst'"),
+    (returning(lambda total: fk.Loss(total.detach(), 1)), "does not depend on any trainable param"),
+    (returning(lambda total: fk.Loss(total, 1, {"a": torch.ones(3)})), rf"{TOTAL} .* Sum it first"),
+    (
         returning(lambda total: fk.Loss(total, 1, {"lr": 1.0})),
-        ValueError,
-        r"^a loss reports \['lr'\], names that every step reports; rename",
+        r"^a loss reports \['lr'\].*; rename",
     ),
-    "labels that were cast": (
+    (
         lambda: fk.accumulate(create(), [batch_of(labels=IDS.bfloat16())], loss_fn),
-        TypeError,
         r"^labels hold torch\.bfloat16, in which not all of .* move a batch with .to\(device\)",
     ),
-    "an end without tokens": (
-        partial(generate, stop=[[]]),
-        ValueError,
-        r"^stop holds \[\]; it must hold sequences of at least one token id",
-    ),
-}
+    (partial(generate, stop=[[]]), r"^stop holds \[\]; .* sequences of at least one token id"),
+]
 
 
-@pytest.mark.parametrize(("call", "error", "message"), CASES.values(), ids=CASES)
-def test_what_cannot_be_trained_is_refused(call, error, message):
-    with pytest.raises(error, match=message):
+@pytest.mark.parametrize(("call", "message"), CASES)
+def test_what_cannot_be_trained_is_refused(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call()

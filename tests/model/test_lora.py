@@ -23,16 +23,14 @@ def plain(kind, dtype=torch.float64):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_weights_with_the_product_added(kind):
-    model = move(build(kind))
-    weights = adapted_weights(kind, dict(model.named_parameters()))
-    expected = functional_call(plain(kind), weights, (IDS,))
+    model, base = build(kind), plain(kind)
+    assert torch.allclose(model(IDS), base(IDS), rtol=0, atol=1e-14)  # at first it changes nothing
+    weights = adapted_weights(kind, dict(move(model).named_parameters()))
+    expected = functional_call(base, weights, (IDS,))
     assert torch.allclose(model(IDS), expected, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_changes_nothing_at_first(kind):
-    expected = plain(kind)(IDS)
-    assert torch.allclose(build(kind)(IDS), expected, rtol=0, atol=1e-14)
+    # Ranks that are no multiple of what the grouped product takes.
+    half = move(build(kind, torch.float32))
+    assert torch.allclose(half(IDS).double(), expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("adapter", [{}, {"dora": True}, {"base": "nf4"}])
@@ -47,12 +45,6 @@ def test_no_rows_make_no_rows(adapter):
         assert (out.shape, x.grad.shape) == (x.shape, x.shape)
     fk.merge_lora(model)
     assert model(torch.ones(3, 0, 128)).shape == (3, 0, 128)
-
-
-def test_experts_of_a_rank_that_is_no_multiple_use_the_grouped_product_all_the_same():
-    model = move(build("experts", torch.float32))
-    expected = move(build("experts"))(IDS)
-    assert torch.allclose(model(IDS).double(), expected, rtol=0, atol=1e-5)
 
 
 def test_initial_values_follow_seed_and_name():
@@ -79,36 +71,27 @@ def test_the_base_is_frozen_and_keeps_its_names():
     assert held == len(trained)
 
 
-def test_factors_of_a_16_bit_base_are_float32():
-    model = move(build("dense", torch.bfloat16))
-    assert model(IDS).dtype == torch.bfloat16
-    dtypes = {p.dtype for n, p in model.named_parameters() if "lora_" in n}
-    assert dtypes == {torch.float32}
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merging_adds_in_float32_and_rounds_once(kind, dtype):
     model = move(build(kind, dtype))
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    unmerged = model(IDS)
+    unmerged, wide = model(IDS), torch.promote_types(dtype, torch.float32)
+    assert unmerged.dtype == dtype
+    assert {p.dtype for n, p in before.items() if "lora_" in n} == {wide}
     fk.merge_lora(model)
-    wide = torch.promote_types(dtype, torch.float32)
-    expected = adapted_weights(kind, {n: p.to(wide) for n, p in before.items()})
-    found = dict(model.named_parameters())
-    for name, weight in expected.items():
+    merged = {n: p.detach().clone() for n, p in model.named_parameters()}
+    for name, weight in adapted_weights(kind, {n: p.to(wide) for n, p in before.items()}).items():
         rounding = 1e-14 if dtype == wide else torch.finfo(dtype).eps * weight.abs() + 1e-7
-        assert ((found[name] - weight.to(dtype)).abs() <= rounding).all(), name
-        same = (found[name] == weight.to(dtype)).float().mean()
-        assert same > 0.99 or dtype == wide
+        assert ((merged[name] - weight.to(dtype)).abs() <= rounding).all(), name
+        assert dtype == wide or (merged[name] == weight.to(dtype)).float().mean() > 0.99
     difference = (model(IDS) - unmerged).norm() / unmerged.norm()
     assert difference < (1e-14 if dtype == wide else 0.03)
-    first = {n: p.detach().clone() for n, p in model.named_parameters()}
     fk.unmerge_lora(model)
     assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
     assert torch.equal(model(IDS), unmerged)
     fk.merge_lora(model)
-    assert all(torch.equal(p, first[n]) for n, p in model.named_parameters())
+    assert all(torch.equal(p, merged[n]) for n, p in model.named_parameters())
 
 
 def test_dropout_acts_in_training_alone():
@@ -191,57 +174,51 @@ def merged():
 
 dense, experts = partial(plain, "dense"), partial(plain, "experts")
 add = fk.add_lora
-REFUSED = {
-    "a pattern for nothing": (
+REFUSED = [
+    (
         lambda: add(dense(), targets=("*.quary",)),
-        r"'\*\.quary' matches no linear layer .* names end in .*\"query\"",
+        r"'\*\.quary' matches no linear layer .* \"query\"",
     ),
-    "alpha 0": (lambda: add(dense(), alpha=0.0), "'alpha' must be > 0: 0.0"),
-    "a rank's pattern for nothing": (
+    (lambda: add(dense(), alpha=0.0), "'alpha' must be > 0: 0.0"),
+    (
         lambda: add(dense(), rank_pattern={"*.down": 2}),
         r"'\*\.down' matches none of the 4 matrices .*attention\.query",
     ),
-    "a second adapter": (
+    (
         lambda: add(build("dense"), targets="*.query"),
         r"'layers\.0\.attention\.query' has an adapter already",
     ),
-    "a second adapter of a stack": (
+    (
         lambda: add(build("experts"), targets="*.experts.up"),
         r"experts\.up' has an adapter already",
     ),
-    "lengths of experts": (
+    (
         lambda: add(experts(), targets="*.experts.down", dora=True),
         r"experts\.down' is of experts; its adapter takes no dora",
     ),
-    "dropout of experts": (
+    (
         lambda: add(experts(), targets="*.experts", dropout=0.1),
         r"experts\.gate' is of experts; its adapter takes no dropout",
     ),
-    "dropout of the head": (
+    (
         lambda: add(dense(), targets="output", dropout=0.1),
         "'output' is the output projection; its adapter takes no dropout",
     ),
-    "the head of a tied model": (
+    (
         lambda: add(fk.Transformer(attrs.evolve(SPEC, tied=True)), targets="output"),
         "output projection of a tied model is its embedding",
     ),
-    "a tied layer": (
-        lambda: add(tied_linears(), targets="head"),
-        r"'head' has the weight of 'embed\.weight' too",
-    ),
-    "a layer of another kind": (
+    (lambda: add(tied_linears(), targets="head"), r"'head' has the weight of 'embed\.weight' too"),
+    (
         lambda: add(nn.Sequential(Doubled(3, 3)), targets="0"),
         "'0' is a Doubled with a forward of its own",
     ),
-    "nothing to merge": (lambda: fk.merge_lora(dense()), "Transformer has no adapter to merge"),
-    "merging twice": (
-        lambda: fk.merge_lora(merged()),
-        "are merged into their weights: once more would add them twice",
-    ),
-}
+    (lambda: fk.merge_lora(dense()), "Transformer has no adapter to merge"),
+    (lambda: fk.merge_lora(merged()), "are merged into their weights: once more would add them tw"),
+]
 
 
-@pytest.mark.parametrize(("call", "message"), REFUSED.values(), ids=REFUSED.keys())
+@pytest.mark.parametrize(("call", "message"), REFUSED)
 def test_what_is_no_adapter_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -132,9 +132,9 @@ def test_merging_adds_to_the_unpacked_values_and_is_taken_back():
     ids = torch.arange(12).view(1, 12)
     before, bits = model(ids), {n: p.clone() for n, p in packed.packed_of(model).items()}
     factors = {n: p.detach() for n, p in model.named_parameters() if "lora_" in n}
-    weights = packed.adapted_weights(
-        {n: p.float() for n, p in unpacked_of_16_bits().items()}, factors
-    )
+    base = fk.Transformer(packed.SPEC, seed=0).bfloat16()
+    unpacked = {n: packed.rounded(p) if n in bits else p for n, p in base.named_parameters()}
+    weights = packed.adapted_weights({n: p.float() for n, p in unpacked.items()}, factors)
     fk.merge_lora(model)
     assert "layers.0.attention.query.weight" in bits
     for name in bits:
@@ -145,12 +145,6 @@ def test_merging_adds_to_the_unpacked_values_and_is_taken_back():
     fk.unmerge_lora(model)
     assert torch.equal(model(ids), before)
     assert all(torch.equal(p, bits[n]) for n, p in packed.packed_of(model).items())
-
-
-def unpacked_of_16_bits():
-    model = fk.Transformer(packed.SPEC, seed=0).bfloat16()
-    known = packed.packed_of(packed.build(device="meta"))
-    return {n: packed.rounded(p) if n in known else p for n, p in model.named_parameters()}
 
 
 def test_published_weights_are_packed_as_they_are_read_and_what_is_merged_is_exported(tmp_path):

@@ -79,9 +79,6 @@ MODELS = {
     "Dots1 groups": {**DOTS, "n_group": 3, "topk_group": 2},
 }
 
-EXPORTED = ("Llama tied", "Llama yarn", "Mistral", "Qwen3", "Qwen3Moe", "Mixtral", "Dots1")
-"""Kinds that the default run writes as well as reads."""
-
 MORE = {"Qwen2": {}, "SeedOss": {"head_dim": 8, "attention_bias": False, "attention_dropout": 0.0}}
 """What is no row of our families, and runs as it is."""
 

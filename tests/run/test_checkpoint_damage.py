@@ -1,19 +1,22 @@
-"""What happens to checkpoints in the world, on one rank and on two that have to agree on it."""
+"""What happens to checkpoints in the world: damage, and disks that are full or fail."""
 
 from __future__ import annotations
 
-import json
+import ctypes
+import errno
 import os
 import re
-import resource
-import signal
-from contextlib import contextmanager, nullcontext
+import shutil
+import stat
+import time
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from covering import one_at_a_time
 from pool import run_again, run_ranks
-from saved import assert_same, build, edit, everything, rewrite, truncate
+from saved import assert_same, build, edit, everything, file_size_limit, flip, rewrite, truncate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,9 +24,11 @@ from torch.distributed.fsdp import fully_shard
 import forgekit as fk
 
 
-def _save(rank, world, directory, *steps):
+def _save(rank, world, directory, *steps, **options):
     for step in steps:
-        fk.checkpoint_save(build(world, step, step=step), directory, blocking=True)
+        state = build(world, step, step=step)
+        path = fk.checkpoint_save(state, directory, blocking=True, **options).wait()
+    return path
 
 
 def _load(rank, world, directory, step=None):
@@ -39,38 +44,35 @@ def _load(rank, world, directory, step=None):
     return state.step
 
 
-def test_two_ranks_agree_on_damage(tmp_path):
-    """One rank reads the file; both pass over the checkpoint, or refuse the one asked for."""
-    run_again(_save, 2, tmp_path, 1, 2)
-    (spoiled := tmp_path / "step_00000002" / "rank_00001.safetensors").unlink()
-    refusals = run_again(_load, 2, tmp_path, 2)
-    assert len(set(refusals)) == 1
-    assert f"{spoiled} is missing" in refusals[0]
-    assert run_again(_load, 2, tmp_path) == [1, 1]
-    truncate(tmp_path / "step_00000001" / "rank_00000.safetensors")
-    for refusal in run_again(_load, 2, tmp_path):
-        assert re.search(r"no whole checkpoint to load: .*0002/rank.*0001/rank", refusal)
+def save(directory, *steps, **options):
+    return _save(0, 1, directory, *steps, **options)
 
 
-def _write(content):
+def load(directory, step=None):
+    return _load(0, 1, directory, step)
+
+
+def in_shard(change):
+    return lambda folder: change(next(folder.rglob("rank_00000.safetensors")))
+
+
+def manifest_of(content):
     return lambda folder: (folder / "manifest.json").write_bytes(content)
 
 
-MANIFESTS = {
-    "samples": (
-        lambda folder: edit(folder, lambda manifest: manifest["fields"].update(samples=1000)),
-        r"was changed after it was saved: its checksum is \w{12}",
-    ),
-    "no text": (_write(b"\xff\x00"), "is not JSON"),
-    "a list": (_write(b"[]"), "describes no checkpoint"),
-    "renamed": (
-        lambda folder: rewrite(folder, lambda manifest: manifest.update(step=1)),
-        "says step 1, so the directory was renamed",
-    ),
-    "a file elsewhere": (
-        lambda folder: rewrite(folder, lambda manifest: manifest.update(folder="../../b")),
-        "names a file outside the checkpoint: '../../b'",
-    ),
+def in_manifest(how, **changes):
+    return lambda folder: how(folder, lambda manifest: manifest.update(changes))
+
+
+DAMAGE = {
+    "truncated": (in_shard(truncate), r"rank_00000\.safetensors has \d+ bytes instead of \d+"),
+    "flipped bit": (in_shard(flip), r"rank_00000\.safetensors has crc32 \w{8} instead of \w{8}"),
+    "missing": (in_shard(Path.unlink), r"rank_00000\.safetensors is missing \(\d+ bytes expec"),
+    "edited": (in_manifest(edit, world=7), r"was changed after it was saved: its checksum is \w+"),
+    "no text": (manifest_of(b"\xff\x00"), "is not JSON"),
+    "a list": (manifest_of(b"[]"), "describes no checkpoint"),
+    "renamed": (in_manifest(rewrite, step=1), "says step 1, so the directory was renamed"),
+    "a file elsewhere": (in_manifest(rewrite, folder="../../b"), "outside the checkpoint: '../../"),
     "a count below zero": (
         lambda folder: rewrite(folder, lambda manifest: manifest["fields"].update(samples=-4)),
         "has a step or a number of samples below zero",
@@ -78,72 +80,97 @@ MANIFESTS = {
 }
 
 
-@pytest.mark.parametrize(("damage", "message"), MANIFESTS.values(), ids=MANIFESTS)
-@pytest.mark.parametrize("where", [str, "file://{}".format], ids=["path", "url"])
-def test_a_manifest_that_is_none_is_passed_over(tmp_path, caplog, damage, message, where):
-    _save(0, 1, where(tmp_path), 1, 2)
+@pytest.mark.parametrize(("name", "where"), one_at_a_time(DAMAGE, ["{}", "file://{}"]))
+def test_what_is_damaged_is_passed_over_and_refused_where_asked_for(tmp_path, caplog, name, where):
+    url, (damage, message) = where.format(tmp_path), DAMAGE[name]
+    save(url, 2)
     damage(tmp_path / "step_00000002")
-    assert re.search(message, _load(0, 1, where(tmp_path), step=2))
-    assert _load(0, 1, where(tmp_path)) == 1
-    assert str(fk.latest_checkpoint(where(tmp_path))).endswith("step_00000001")
-    assert "step_00000002" in caplog.text
-    fk.checkpoint_save(build(seed=3, step=3), where(tmp_path), keep=1, blocking=True)
-    assert _load(0, 1, where(tmp_path)) == 3
-    assert (tmp_path / "step_00000002").exists()  # kept and not counted
-    _save(0, 1, alone := where(tmp_path / "alone"), 2)
-    damage(tmp_path / "alone" / "step_00000002")
-    assert re.search(rf"no whole checkpoint to load: .*{message}", _load(0, 1, alone))
+    assert re.search(message, load(url, 2))
+    assert re.search(rf"no whole checkpoint to load: .*{message}", load(url))
+    save(url, 1)
+    caplog.clear()
+    assert load(url) == 1
+    assert re.search(rf"step_00000002.*{message}", caplog.text)
 
 
-def test_ranks_agree_on_a_manifest_that_is_none(tmp_path):
+def _look(rank, world, directory):
+    return _load(rank, world, directory, 2), _load(rank, world, directory)
+
+
+def test_two_ranks_agree_on_damage(tmp_path):
+    """One rank reads the file; both pass over the checkpoint, or refuse the one asked for."""
     run_again(_save, 2, tmp_path, 1, 2)
-    MANIFESTS["samples"][0](tmp_path / "step_00000002")
-    assert run_again(_load, 2, tmp_path) == [1, 1]
+    (tmp_path / "step_00000002" / "rank_00001.safetensors").unlink()
+    refusal, loaded = {*run_again(_look, 2, tmp_path)}.pop()
+    assert ("step_00000002/rank_00001.safetensors is missing" in refusal, loaded) == (True, 1)
+    DAMAGE["truncated"][0](tmp_path / "step_00000001")
+    DAMAGE["edited"][0](tmp_path / "step_00000002")
+    for _, refusal in run_again(_look, 2, tmp_path):
+        assert re.search(r"no whole checkpoint to load: .*0001/rank_00000", refusal)
+
+
+@pytest.mark.parametrize("where", ["{}", "file://{}"])
+def test_without_a_checkpoint_the_state_itself_comes_back(tmp_path, caplog, where):
+    state, url = build(), where.format(tmp_path)
+    half = tmp_path / "step_00000009"
+    for make in (Path, half.mkdir, (tmp_path / ".step_00000010.0123456789ab.new").mkdir):
+        make()
+        assert fk.latest_checkpoint(url) is None
+        assert fk.checkpoint_load(state, url + "/") is state
+    assert state.step == 0
+    assert "step_00000009 does not count: its manifest.json is missing" in caplog.text
+    (half / "model.pt").write_bytes(b"of an unknown format")
+    assert re.search("step_00000009 may be one, and its manifest.json is missing", load(url))
+    (half / "model.pt").rename(half / "manifest.json")
+    assert "is a checkpoint itself; name the folder that holds it" in load(half)
+
+
+def test_another_format_is_refused_rather_than_skipped(tmp_path):
+    save(tmp_path, 1, 2)
+    rewrite(tmp_path / "step_00000002", lambda manifest: manifest.update(format=99))
+    assert re.search(r"2 has format 99, and this version of .* format 3", load(tmp_path))
 
 
 def test_pipes_in_a_checkpoint_do_not_hang(tmp_path):
-    _save(0, 1, tmp_path, 1, 2)
+    save(tmp_path, 1, 2)
     for path in [*(tmp_path / "step_00000002").iterdir()]:
         path.unlink()
         os.mkfifo(path)
     os.mkfifo(tmp_path / "step_00000003")
-    assert "Not a regular file" in _load(0, 1, tmp_path)
+    assert "Not a regular file" in load(tmp_path)
 
 
-def test_a_manifest_may_be_formatted_anew_and_latest_may_point_anywhere(tmp_path):
-    """``latest`` is there for people; nothing follows it, and the next save sets it right."""
-    _save(0, 1, tmp_path, 1, 2)
-    file = tmp_path / "step_00000002" / "manifest.json"
-    file.write_text(json.dumps(dict(reversed(json.loads(file.read_text()).items()))))
-    (tmp_path / "latest").unlink()
-    (tmp_path / "latest").symlink_to("step_00000001")
-    assert _load(0, 1, tmp_path) == 2
-    _save(0, 1, tmp_path, 3)
-    assert os.readlink(tmp_path / "latest") == "step_00000003"
+@pytest.mark.parametrize("name", ["manifest.json", "rank_00000.safetensors"])
+def test_no_older_checkpoint_is_taken_for_one_that_cannot_be_read(tmp_path, monkeypatch, name):
+    """As over a network: for a moment, which costs no step, and for longer."""
+    save(tmp_path, 1, 2)
+    real, left, pauses = os.open, [2], []
+
+    def opened(path, *args, **kwargs):
+        if str(path).endswith(f"step_00000002/{name}") and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    assert load(tmp_path) == 2
+    assert len(pauses) == 2
+    assert pauses[0] < pauses[1]
+    left[0] = 10**6
+    assert re.search(f"{name} cannot be read: .* choose another", load(tmp_path))
 
 
-@contextmanager
-def file_size_limit(size):
-    """Let every write that would make a file longer fail, as on a disk without more room."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+# Disks
 
 
 def _save_to_a_full_disk(rank, world, directory, size):
-    model, mesh = nn.Linear(6, 9000), None
-    if world > 1:
-        mesh = init_device_mesh("cpu", (world,))
-        fully_shard(model, mesh=mesh)
+    model, mesh = nn.Linear(6, 9000), init_device_mesh("cpu", (world,))
+    fully_shard(model, mesh=mesh)
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
     fk.checkpoint_save(state, directory, blocking=True)
     state = fk.donate(state, step=2)
-    limit = file_size_limit(size) if rank == world - 1 else nullcontext()
+    limit = file_size_limit(size) if rank == 1 else nullcontext()
     with limit, pytest.raises(fk.CheckpointError) as failure:
         fk.checkpoint_save(state, directory, blocking=True)
     dist.barrier()
@@ -153,11 +180,116 @@ def _save_to_a_full_disk(rank, world, directory, size):
     return str(failure.value), left, fk.checkpoint_load(state, directory).step
 
 
-@pytest.mark.parametrize(("world", "size"), one_at_a_time([1, 2], [1000, 100_000]))
-def test_a_disk_that_is_full_after_some_bytes_leaves_what_was_there(tmp_path, world, size):
-    for message, left, step in run_ranks(_save_to_a_full_disk, world, tmp_path / "runs", size):
-        on = "rank 1: " if world == 2 else ""
-        assert re.search(rf"step 2 could .*: {on}File too large", message)
+@pytest.mark.parametrize("size", [1000, 100_000])
+def test_a_disk_that_is_full_after_some_bytes_leaves_what_was_there(tmp_path, size):
+    for message, left, step in run_ranks(_save_to_a_full_disk, 2, tmp_path / "runs", size):
+        assert re.search("step 2 could .*: rank 1: File too large", message)
         assert message.endswith("untouched: step_00000000 is good.")
-        assert left == ["latest", "step_00000000"]
-        assert step == 2
+        assert (left, step) == (["latest", "step_00000000"], 2)
+
+
+def is_directory(descriptor):
+    return stat.S_ISDIR(os.fstat(descriptor).st_mode)
+
+
+def test_whichever_sync_fails_the_newest_committed_one_is_whole(tmp_path, monkeypatch, caplog):
+    """The order of contents, manifest, rename and symlink, from the outside."""
+    fsync, calls, failing = os.fsync, [], [0]
+
+    def fail_at(descriptor):
+        calls.append(descriptor)
+        if len(calls) == failing[0]:  # a file system that syncs no directories syncs files
+            raise OSError(errno.EIO if is_directory(descriptor) else errno.EINVAL, "No sync")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fail_at)
+    (tmp_path / "good").mkdir()
+    save(tmp_path / "good", 1)
+    syncs, newest = len(calls), []
+    for failing[0] in range(1, syncs + 1):
+        calls.clear()
+        directory = tmp_path / str(failing[0])
+        shutil.copytree(tmp_path / "good", directory, symlinks=True)
+        if failing[0] < syncs:  # until the new name is durable; then comes `latest`
+            with pytest.raises(
+                fk.CheckpointError, match=r"No sync\. Checkpoints that .*\d is good"
+            ):
+                save(directory, 2, keep=1)
+            assert (directory / "step_00000001").exists()  # nothing older is deleted for it
+        else:
+            assert save(directory, 2, keep=1) == directory / "step_00000002"
+            assert "No sync" in caplog.messages[-1]
+        newest.append(load(directory))
+        assert (directory / "latest" / "manifest.json").exists()
+        assert not list(directory.glob(".*"))
+    # Before the sync of its new name the checkpoint is there, and is not reported as saved.
+    assert newest == [1] * (syncs - 2) + [2] * 2
+
+
+def test_failing_to_replace_a_step_keeps_the_one_that_was_there(tmp_path, monkeypatch):
+    save(tmp_path, 2)
+    rename = Path.rename
+
+    def fail_from_temporary(path, target):  # where names cannot be exchanged
+        if path.name.endswith(".new"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: None)
+    monkeypatch.setattr(Path, "rename", fail_from_temporary)
+    with pytest.raises(fk.CheckpointError, match="Input/output error"):
+        fk.checkpoint_save(build(seed=1, step=2), tmp_path, blocking=True)
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000002"]
+    assert load(tmp_path) == 2
+
+
+def latest_is_a_directory(directory, monkeypatch):
+    (directory / "latest").unlink()
+    (directory / "latest" / "mine").mkdir(parents=True)
+
+
+def no_directory_sync(directory, monkeypatch):
+    fsync = os.fsync
+
+    def refuse(descriptor):
+        if is_directory(descriptor):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+
+
+def an_unreadable_manifest(directory, monkeypatch):
+    """In step 0, which is older than the one whose run goes on."""
+    (directory / "step_00000000").mkdir()
+    os.mkfifo(directory / "step_00000000" / "manifest.json")
+
+
+def an_old_one_stays(directory, monkeypatch):
+    rename = Path.rename
+
+    def refuse_first(path, target):
+        if path.name == "step_00000001":
+            raise OSError(errno.EACCES, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse_first)
+
+
+COMMITTED = {
+    latest_is_a_directory: "latest does not point to step_00000002: ",
+    no_directory_sync: "cannot sync directories.*Invalid arg",
+    an_unreadable_manifest: "saved, but older ones could not be deleted: .*Not a regular file",
+    an_old_one_stays: "could not delete the old checkpoint .*0001: .*Perm",
+}
+
+
+@pytest.mark.parametrize("trouble", COMMITTED)
+def test_a_committed_checkpoint_is_never_reported_as_failed(tmp_path, monkeypatch, caplog, trouble):
+    save(tmp_path, 1)
+    trouble(tmp_path, monkeypatch)
+    path = save(tmp_path, 2, keep=1)
+    monkeypatch.undo()
+    assert re.search(COMMITTED[trouble], caplog.text), caplog.messages
+    assert not list(tmp_path.glob(".*"))
+    assert fk.latest_checkpoint(tmp_path) == path == tmp_path / "step_00000002"

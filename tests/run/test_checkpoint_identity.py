@@ -1,24 +1,25 @@
-"""A checkpoint is of one run and one model; what cannot be read is not taken for damage."""
+"""Whose a checkpoint is: one of another run, model, optimizer or other data is refused by name."""
 
 from __future__ import annotations
 
-import errno
-import os
 import shutil
-import time
 
 import attrs
 import pytest
 import torch
-from saved import build, save
+from lab import full
+from pool import run_again
+from saved import build, momentum, save
 from torch import nn
 
 import forgekit as fk
+from forgekit.hashing import facts_of
 
 SPEC = fk.TransformerSpec(
     vocab_size=11, dim=16, layers=2, heads=4, kv_heads=2, ffn_dim=8, max_seq_len=8, head_dim=4
 )
 MOE = attrs.evolve(SPEC, moe=fk.MoESpec(experts=4, top_k=2, ffn_dim=4))
+HEADS = {"heads": 8, "kv_heads": 4, "head_dim": 2}
 
 
 def of(spec, **lora):
@@ -27,99 +28,260 @@ def of(spec, **lora):
     return fk.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "rank_00000.safetensors"])
-def test_no_older_checkpoint_is_taken_for_one_that_cannot_be_read(tmp_path, monkeypatch, name):
-    """As over a network: for a moment, which costs no step, and for longer."""
-    save(tmp_path, 1, 2)
-    real, left, pauses = os.open, [2], []
-
-    def opened(path, *args, **kwargs):
-        if str(path).endswith(f"step_00000002/{name}") and left[0]:
-            left[0] -= 1
-            raise OSError(errno.EIO, "Input/output error")
-        return real(path, *args, **kwargs)
-
-    monkeypatch.setattr(os, "open", opened)
-    monkeypatch.setattr(time, "sleep", pauses.append)
-    assert fk.checkpoint_load(build(), tmp_path).step == 2
-    assert len(pauses) == 2
-    assert pauses[0] < pauses[1]
-    left[0], state = 10**6, build(step=7)
-    with pytest.raises(fk.CheckpointError, match=f"{name} cannot be read: .* choose another"):
-        fk.checkpoint_load(state, tmp_path)
-    assert state.step == 7
+def changed(**changes):
+    return lambda: of(SPEC), lambda: of(attrs.evolve(SPEC, **changes))
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    save(tmp_path / "a", 1, 2)
-    save(tmp_path / "b", 5)
-    shutil.copytree(tmp_path / "b" / "step_00000005", tmp_path / "a" / "step_00000005")
-    with pytest.raises(fk.CheckpointError, match="newest are of steps 2 and 5"):
-        fk.checkpoint_load(build(), tmp_path / "a")
-    assert fk.checkpoint_load(build(), tmp_path / "a", step=2).step == 2
+def adapted(**options):
+    return lambda: of(SPEC, alpha=8.0), lambda: of(SPEC, **options)
 
 
-def test_a_run_goes_on_in_a_copy_of_its_directory_or_of_one_checkpoint(tmp_path):
-    save(tmp_path / "a", 1, 2)
-    shutil.copytree(tmp_path / "a", tmp_path / "b", symlinks=True)
-    shutil.copytree(tmp_path / "a" / "step_00000002", tmp_path / "c" / "step_00000002")
-    for folder in ("b", "c"):
-        save(tmp_path / folder, 3, state=fk.checkpoint_load(build(), tmp_path / folder))
-        assert fk.checkpoint_load(build(), tmp_path / folder).step == 3
+@attrs.frozen(kw_only=True, slots=True, eq=False)
+class Later(fk.TrainState):
+    phase: torch.Tensor
 
 
-OTHER = {
-    "heads": {"heads": 8, "kv_heads": 4, "head_dim": 2},
-    "rope_theta": {"rope_theta": 500.0},
-    "norm_eps": {"norm_eps": 1e-3},
-    "rope_scaling": {"rope_scaling": fk.RopeScaling(kind="linear", factor=2.0)},
-    "moe.top_k": {"moe": attrs.evolve(MOE.moe, top_k=1)},
+def linears(*sizes, optimizer=momentum, kind=fk.TrainState, held=slice(None), **fields):
+    model = nn.Sequential(*(nn.Linear(size, size) for size in sizes))
+    state = kind.create(model, optimizer([*model.parameters()][held]), **fields)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    state.optimizer.step()
+    return state
+
+
+def like(**options):
+    return lambda: linears(3, 2, **options)
+
+
+WRONG_ALPHA = r"of another model: 'layers\.0\.\S*lora_A' is .*'alpha': 8\.0.* there and .* 16\.0"
+STATES = {
+    "shape": (like(), lambda: linears(3, 4), r"another model: '1.weight' is float32 \[2, 2\] th"),
+    "name": (like(), lambda: linears(3), r"another model: only it has '1.weight'.*\. Build the mo"),
+    "fewer held": (
+        like(),
+        like(held=slice(2)),
+        r"an optimizer over other parameters: only it has '1.weight'.*\. Build the op",
+    ),
+    "optimizer": (
+        like(),
+        like(optimizer=torch.optim.Adam),
+        r"another optimizer: .* is SGD there and Adam here",
+    ),
+    "field": (
+        like(),
+        like(kind=Later, phase=torch.ones(1)),
+        r"has other fields: it lacks 'phase'\. Leave a field out with metadata={'",
+    ),
+    "heads": (*changed(**HEADS), r"of another model: .*'heads' is 4 there and 8"),
+    "rope_theta": (*changed(rope_theta=500.0), r"of another model: .*'rope_theta'"),
+    "norm_eps": (*changed(norm_eps=1e-3), r"of another model: .*'norm_eps'"),
+    "rope_scaling": (
+        *changed(rope_scaling=fk.RopeScaling(kind="linear", factor=2.0)),
+        r"of another model: .*'rope_scaling",
+    ),
+    "top_k": (
+        lambda: of(MOE),
+        lambda: of(attrs.evolve(MOE, moe=attrs.evolve(MOE.moe, top_k=1))),
+        r"of another model: .*'moe.top_k'",
+    ),
+    "alpha": (*adapted(alpha=16.0), WRONG_ALPHA),
+    "rslora": (*adapted(alpha=8.0, rslora=True), r".*'rslora': False\} there and .*'rslora': Tru"),
 }
 
 
-@pytest.mark.parametrize("name", OTHER)
-def test_equal_shapes_are_not_an_equal_model(tmp_path, name):
-    spec = MOE if "moe" in name else SPEC
-    fk.checkpoint_save(of(spec), tmp_path, blocking=True)
-    state = of(attrs.evolve(spec, **OTHER[name]))
+@pytest.mark.parametrize(("make", "other", "message"), STATES.values(), ids=STATES)
+def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path, make, other, message):
+    fk.checkpoint_save(make(), tmp_path, blocking=True)
+    state = other()
     before = {key: value.clone() for key, value in state.model.state_dict().items()}
-    with pytest.raises(fk.CheckpointError, match=rf"of another model: .*'{name}"):
+    with pytest.raises(fk.CheckpointError, match=message):
         fk.checkpoint_load(state, tmp_path)
     assert all(torch.equal(value, before[key]) for key, value in state.model.state_dict().items())
+    assert state.step == 0
+    if "lora" in message:  # a new run from the model alone has other settings, and this one not
+        with pytest.raises(fk.CheckpointError, match=message):
+            fk.checkpoint_load(state, tmp_path, parts=("model",))
 
 
 def test_what_a_run_may_change_of_its_model_is_no_fact_of_it(tmp_path):
     fk.checkpoint_save(of(MOE), tmp_path, blocking=True)
     loads = attrs.evolve(MOE.moe, aux_loss=0.1, capacity=2.0)
-    changed = attrs.evolve(MOE, max_seq_len=16, dropout=0.1, moe=loads)
-    fk.checkpoint_load(of(changed), tmp_path)
+    fk.checkpoint_load(of(attrs.evolve(MOE, max_seq_len=16, dropout=0.1, moe=loads)), tmp_path)
     longer = attrs.evolve(MOE, rope_theta=1e6, max_seq_len=64)  # a new run's context
     fk.checkpoint_load(of(longer), tmp_path, parts=("model",))
-    heads = attrs.evolve(longer, **OTHER["heads"])
     with pytest.raises(fk.CheckpointError, match="'heads' is 4 there and 8 here"):
-        fk.checkpoint_load(of(heads), tmp_path, parts=("model",))
+        fk.checkpoint_load(of(attrs.evolve(longer, **HEADS)), tmp_path, parts=("model",))
 
 
-ADAPTERS = {
-    "alpha": ({"alpha": 16.0}, r"'layers\.0\.\S*lora_A' is .*'alpha': 8\.0.* there and .* 16\.0"),
-    "rslora": ({"alpha": 8.0, "rslora": True}, r".*'rslora': False\} there and .*'rslora': True"),
+def test_a_checkpoint_of_another_run_is_refused_and_a_copy_of_one_is_not(tmp_path):
+    one, other, copy, alone = (tmp_path / name for name in "abcd")
+    save(one, 1, 2)
+    shutil.copytree(one, copy, symlinks=True)
+    shutil.copytree(one / "step_00000002", alone / "step_00000002")
+    for folder in (copy, alone):
+        save(folder, 3, state=fk.checkpoint_load(build(), folder))
+        assert fk.checkpoint_load(build(), folder).step == 3
+    save(other, 5)
+    shutil.copytree(other / "step_00000005", one / "step_00000005")
+    with pytest.raises(fk.CheckpointError, match="newest are of steps 2 and 5"):
+        fk.checkpoint_load(build(), one)
+    assert fk.checkpoint_load(build(), one, step=2).step == 2
+
+
+# Data
+
+
+DOCUMENTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12, 13]]
+OTHER = [[1, 2, 3, 4, 6], *DOCUMENTS[1:]]
+
+
+def windows(out, seq_len=4, doc_ids=False, documents=DOCUMENTS, tokenizer="a"):
+    folder = out / f"tokens-{documents[0][4]}{tokenizer}"
+    if not folder.exists():
+        fk.write_tokens(folder, documents, vocab_size=20, eos_id=0)
+        (folder / "tokenizer.json").write_text(tokenizer)
+    return fk.token_dataset(folder, seq_len, doc_ids=doc_ids)
+
+
+def packed(out, capacity=8, transforms=()):
+    bins = fk.pack([5, 2, 6], capacity, method="best_fit")
+    return fk.packed_dataset(windows(out).file.path, bins, transforms=transforms)
+
+
+def mixed(out, seed=0, seq_len=4):
+    rows = {"a": windows(out, seq_len), "b": windows(out, seq_len, documents=OTHER)}
+    sizes = {name: len(dataset) for name, dataset in rows.items()}
+    return fk.mixture_dataset(rows, fk.make_order(sizes, seed=seed))
+
+
+def same_rows(row):
+    return row
+
+
+THEN = r"\(4 then, 5 now\)"
+DATA = {
+    "doc_ids": (windows, {"doc_ids": True}, r"doc_ids \(False then, True now\)\. Choose an"),
+    "files and tokenizer": (windows, {"documents": OTHER, "tokenizer": "b"}, r"files, tokenizer\."),
+    "capacity": (packed, {"capacity": 9}, r"sequence length \(8 then, 9 now\), packing\."),
+    "transforms": (packed, {"transforms": (same_rows,)}, r"transforms\. Choose another run direc"),
+    "seed of the order": (mixed, {"seed": 1}, r"order\."),
+    "length of sources": (
+        mixed,
+        {"seq_len": 5},
+        rf"order, sources: a: sequence length {THEN}, sources: b: sequence length {THEN}\.",
+    ),
 }
 
 
-@pytest.mark.parametrize(("options", "message"), ADAPTERS.values(), ids=ADAPTERS)
-def test_the_scale_of_adapters_is_a_fact_of_a_model(tmp_path, options, message):
-    fk.checkpoint_save(of(SPEC, alpha=8.0), tmp_path, blocking=True)
-    fk.checkpoint_load(of(SPEC, alpha=8.0, dropout=0.1), tmp_path)
-    for parts in (("model", "optimizer", "fields"), ("model",)):
-        with pytest.raises(fk.CheckpointError, match=rf"of another model: {message}"):
-            fk.checkpoint_load(of(SPEC, **options), tmp_path, parts=parts)
+@pytest.mark.parametrize(("make", "change", "message"), DATA.values(), ids=DATA)
+def test_other_data_are_refused_by_what_changed(tmp_path, make, change, message):
+    then, now = make(tmp_path).fingerprint, make(tmp_path, **change).fingerprint
+    fk.checkpoint_save(build(step=2), tmp_path / "a", fingerprint=then, blocking=True)
+    state = build()
+    with pytest.raises(fk.CheckpointError, match=f"other data: what changed is: {message}"):
+        fk.checkpoint_load(state, tmp_path / "a", fingerprint=now)
+    assert state.step == 0
+    again = fk.checkpoint_load(state, tmp_path / "a", fingerprint=make(tmp_path).fingerprint)
+    again = fk.checkpoint_load(again, tmp_path / "a")  # nothing to compare
+    allowed = fk.checkpoint_load(again, tmp_path / "a", fingerprint=now, allow_other_data=True)
+    assert allowed.step == 2
 
 
-def test_no_checkpoint_is_saved_with_the_average_in_the_place_of_the_weights(tmp_path):
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = fk.TrainState.create(model, optimizer, average=fk.EMA(0.9))
-    with fk.averaged(state), pytest.raises(ValueError, match=r"within forgekit\.averaged"):
-        fk.checkpoint_save(state, tmp_path, blocking=True)
-    assert not list(tmp_path.iterdir())
-    fk.checkpoint_save(state, tmp_path, blocking=True)
+def test_data_are_compared_as_far_as_they_were_seen(tmp_path):
+    upto = {"fingerprint": lambda samples: ["phases up to", samples]}
+    save(tmp_path, 1, 2, **upto)
+    assert fk.checkpoint_load(build(), tmp_path, **upto).step == 2
+    message = r"'phases up to', 8\] and today's is 'other'\. Choose"
+    with pytest.raises(fk.CheckpointError, match=message):
+        fk.checkpoint_load(build(), tmp_path, fingerprint=lambda _: "other")
+    dataset = windows(tmp_path)  # a tokenizer that is gone changes no tokens
+    save(tmp_path / "a", 2, fingerprint=dataset.fingerprint)
+    (dataset.file.path / "tokenizer.json").unlink()
+    dataset = fk.token_dataset(dataset.file, dataset.seq_len)
+    assert facts_of(dataset.fingerprint)["tokenizer"] is None
+    assert fk.checkpoint_load(build(), tmp_path / "a", fingerprint=dataset.fingerprint).step == 2
+
+
+# Renames
+
+
+class Block(nn.Module):
+    """A block whose module is called as the program calls it today."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.add_module(name, nn.Linear(3, 3))
+        self.register_buffer("seen", torch.zeros(2))
+
+
+def blocks(names, seed=0, mesh=None):
+    """A state of which no two tensors that are saved are alike."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(*(Block(name) for name in names)).double()
+    if mesh is not None:
+        fk.parallelize(model, mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    state = fk.TrainState.create(model, optimizer, mesh=mesh, average=fk.EMA(0.5))
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, 0.1 + number)
+    optimizer.step()
+    for number, value in enumerate([*model.buffers(), *state.average.values.values()]):
+        value.add_(number + seed)
+    return state
+
+
+def values(state):
+    """All that is saved, by the name of its parameter or buffer."""
+    named = {**dict(state.model.named_parameters()), **dict(state.model.named_buffers())}
+    found = {name: [value] for name, value in named.items()}
+    for name, parameter in state.model.named_parameters():
+        found[name] += [*state.optimizer.state[parameter].values(), state.average.values[name]]
+    return {name: [full(v).detach().clone() for v in each] for name, each in found.items()}
+
+
+MLP, NOW = ("mlp", "mlp"), ("ffn", "up")
+OF_0 = {"0.ffn.weight": "0.mlp.weight", "0.ffn.bias": "0.mlp.bias"}
+RENAMES = {
+    "tensors and a module": (NOW, OF_0 | {"1.up": "1.mlp"}),
+    "exchanged": (MLP, {"0": "1", "1": "0"}),
+}
+
+
+def rename(rank, world, directory, case):
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu") if world > 1 else None
+    saved = blocks(MLP, 0, mesh)
+    fk.checkpoint_save(saved, directory, blocking=True)
+    before, (names, renames) = values(saved), RENAMES[case]
+    after = values(fk.checkpoint_load(blocks(names, 1, mesh), directory, renames=renames))
+    assert len(after) == len(before) == 6
+    for name, found in after.items():
+        block, module, *rest = name.split(".")
+        then = ("1" if block == "0" else "0") if case == "exchanged" else block
+        expected = before[".".join([then, "mlp" if rest else module, *rest])]
+        assert all(map(torch.equal, found, expected)), name
+        assert len(found) == len(expected)
+
+
+@pytest.mark.parametrize(("case", "world"), [("tensors and a module", 1), ("exchanged", 2)])
+def test_a_rename_takes_optimizer_state_buffers_and_averages_along(tmp_path, world, case):
+    run_again(rename, world, str(tmp_path), case)
+
+
+REFUSED = [
+    ({"0.ffn": "0.mpl", "1.up": "1.mlp"}, r"of another model: it lacks '0\.ffn\.weight'"),
+    (
+        {"0.ffn": "0.mlp", "1.up": "1.mlp", "0.seen": "1.seen"},
+        r"renames does not fit .*: two of its names become '0\.seen'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("renames", "message"), REFUSED)
+def test_renames_that_do_not_fit_are_refused_before_anything_changes(tmp_path, renames, message):
+    fk.checkpoint_save(blocks(MLP), tmp_path, blocking=True)
+    state = blocks(NOW, 1)
+    before = values(state)
+    with pytest.raises(fk.CheckpointError, match=message):
+        fk.checkpoint_load(state, tmp_path, renames=renames)
+    assert all(all(map(torch.equal, a, before[n])) for n, a in values(state).items())

@@ -1,15 +1,17 @@
-"""A run as a script gets it that only samples or evaluates: model, tokenizer, configuration."""
+"""A run as a script gets it that samples or evaluates, and as ``forgekit export`` writes it."""
 
 from __future__ import annotations
 
 import json
+import re
 
 import attrs
 import pytest
 import torch
-from run.huggingface_models import logits_of, save_model, some_ids
+from run.huggingface_models import load, logits_of, save_model, some_ids
 
 import forgekit as fk
+from forgekit.cli import main
 from forgekit.config import to_dict
 from forgekit.data.tokenizer import train_tokenizer
 
@@ -17,6 +19,7 @@ SPEC = fk.TransformerSpec(
     vocab_size=264, dim=128, layers=2, heads=2, kv_heads=1, ffn_dim=128, max_seq_len=32,
     rope_theta=77.0, rope_scaling=fk.RopeScaling(kind="linear", factor=2.0), dropout=0.3,
 )  # fmt: skip
+PLAIN = attrs.evolve(SPEC, dim=16, ffn_dim=24, rope_scaling=None)
 MOE = attrs.evolve(SPEC, dim=16, ffn_dim=24, moe=fk.MoESpec(experts=4, top_k=2, ffn_dim=8))
 IDS = torch.arange(20).reshape(2, 10)
 
@@ -96,31 +99,94 @@ def test_a_run_of_a_model_of_transformers_is_one(adapted, tmp_path):
         fk.add_lora(model, rank=2, alpha=4.0, targets="*.q_proj")
     config = {"base": str(tmp_path / "base"), "lora": {"alpha": 4.0}}
     ids = some_ids()
-    keep_ids = keep(model, tmp_path, config, step=1)[:, :0]
-    assert keep_ids.numel() == 0
+    keep(model, tmp_path, config, step=1)
     found, _, _ = fk.load_run(tmp_path)
     assert type(found) is type(model)
     assert torch.equal(logits_of(found, ids), logits_of(model.eval(), ids))
 
 
-CASES = {
-    "no run": (None, None, {}, r"config\.json cannot be read: No such file"),
-    "no checkpoint": (None, {"model": SPEC}, {}, r"checkpoints has no checkpoint"),
-    "no model": (MOE, {"steps": 3}, {}, r"says neither model \(a TransformerSpec\) nor base"),
-    "another model": (MOE, {"model": SPEC}, {}, r"step_00000003"),
-    "a base that is gone": (MOE, {"base": "gone"}, {}, r"gone is no directory"),
-    "another step": (MOE, {"model": MOE}, {"step": 7}, r"has no committed step 7"),
-}
+CASES = [
+    (None, None, {}, r"config\.json cannot be read: No such file"),
+    (None, {"model": SPEC}, {}, r"checkpoints has no checkpoint"),
+    (MOE, {"steps": 3}, {}, r"says neither model \(a TransformerSpec\) nor base"),
+    (MOE, {"model": SPEC}, {}, r"step_00000003"),
+    (MOE, {"base": "gone"}, {}, r"gone is no directory"),
+    (MOE, {"model": MOE}, {"step": 7}, r"has no committed step 7"),
+]
 
 
-@pytest.mark.parametrize(("trained", "config", "options", "message"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("trained", "config", "options", "message"), CASES)
 def test_what_is_no_run_is_one_sentence(trained, config, options, message, tmp_path):
     if trained is not None:
         keep(fk.Transformer(trained), tmp_path, {})
     if config is not None:
-        tree = {
-            name: to_dict(value) if name == "model" else value for name, value in config.items()
-        }
+        tree = {n: to_dict(value) if n == "model" else value for n, value in config.items()}
         (tmp_path / "config.json").write_text(json.dumps(tree))
     with pytest.raises(fk.CheckpointError, match=message):
         fk.load_run(tmp_path, **options)
+
+
+# The command
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory with two checkpoints, and the data beside it."""
+    for name in ("run", "tokens"):
+        (tmp_path / name).mkdir()
+    train_tokenizer(["to be or not to be"] * 2, 264).save(str(tmp_path / "tokens/tokenizer.json"))
+    config = {"model": to_dict(PLAIN), "data": {"path": str(tmp_path / "tokens")}}
+    for step in (1, 2):
+        keep(fk.Transformer(PLAIN, seed=step), tmp_path / "run", config, step)
+    return tmp_path / "run"
+
+
+def test_the_newest_checkpoint_is_written_with_its_tokenizer(run, tmp_path, capsys):
+    import transformers
+
+    for options, step in (([], 2), (["--step", "1", "--like", "mistral"], 1)):
+        out = tmp_path / f"out{step}"
+        assert main(["export", str(run), str(out), *options]) == 0
+        assert f"step       {step}\n" in capsys.readouterr().out
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+        assert theirs.config.model_type == ("mistral" if options else "llama")
+        expected = fk.load_run(run, step=step)[0](IDS)
+        torch.testing.assert_close(logits_of(theirs, IDS), expected, rtol=0, atol=1e-5)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+        assert tokenizer.eos_token_id == theirs.config.eos_token_id == 0
+    assert main(["export", str(run), str(tmp_path / "out2"), "--dtype", "bfloat16"]) == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out2")
+    assert theirs.dtype == torch.bfloat16
+
+
+def test_a_run_with_adapters_is_exported_merged_and_like_its_base(tmp_path):
+    run, base, out = (tmp_path / name for name in ("run", "base", "out"))
+    run.mkdir()
+    model = fk.Transformer(PLAIN, seed=1)
+    tokenizer = train_tokenizer(["to be or not to be"] * 2, 264)
+    fk.save_huggingface(model, base, tokenizer, like="mistral")
+    fk.add_lora(model, rank=2, alpha=9.0, targets="*.query")
+    expected = keep(model, run, {"base": str(base), "lora": {"rank": 2, "alpha": 9.0}})
+    assert main(["export", str(run), str(out), "--check"]) == 0
+    torch.testing.assert_close(load(out)(IDS), expected, rtol=0, atol=1e-5)
+    assert json.loads((out / "config.json").read_text())["model_type"] == "mistral"
+    assert (out / "tokenizer.json").read_bytes() == (base / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "new"], r"checkpoints has no checkpoint\."),
+        (["run", "run"], "holds files that were not written"),
+    ],
+)
+def test_what_cannot_be_exported_is_one_sentence_and_exit_code_2(
+    run, tmp_path, arguments, message, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    if "new" in arguments:
+        (run / "checkpoints").rename(run / "elsewhere")
+    assert main(["export", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert re.search(message, said.replace("\n", " ")), said
+    assert not (tmp_path / "new").exists()

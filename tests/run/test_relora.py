@@ -30,6 +30,8 @@ def test_a_merge_for_good_changes_no_logits_and_starts_anew(kind):
     model = move(build(kind))
     state = fk.TrainState.create(model, fk.adamw(model))
     step = fk.make_step(loss_fn, schedule=fk.constant(0.01))
+    with pytest.raises(ValueError, match="every 0 must be at least 1"):
+        relora(state, every=0)
     for _ in range(2):
         state, _ = step(state, [row[0] for row in batches_of(1)])
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -82,17 +84,12 @@ def test_the_average_of_the_weights_begins_again_with_the_new_adapters(rule, sha
 
 def sharded(rank, world):
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=2), device="cpu")
-    state = train("dense", 5, 2, mesh, rank, world)
+    state = train("dense", 3, 2, mesh, rank, world)
     return {n: full(p).detach() for n, p in state.model.named_parameters()}
 
 
 def test_every_layout_starts_the_same_adapters():
-    expected = {n: p.detach() for n, p in train("dense", 5, 2).model.named_parameters()}
+    expected = {n: p.detach() for n, p in train("dense", 3, 2).model.named_parameters()}
     found = run_again(sharded, 2)[0]
     worst = max(float((found[n] - expected[n]).abs().max()) for n in expected)
     assert worst < 1e-9
-
-
-def test_a_merge_every_zero_steps_is_refused():
-    with pytest.raises(ValueError, match="every 0 must be at least 1"):
-        train("dense", 1, 0)

@@ -20,26 +20,28 @@ LONG_S = 20
 
 @pytest.fixture
 def gate(monkeypatch):
-    """Hold the syncs of saves into ``first`` until it is opened."""
-    opened, reached, fsync = threading.Event(), threading.Event(), os.fsync
+    """Hold the syncs of saves into ``first`` until it is opened; ``failing`` holds their error."""
+    opened, reached, failing, fsync = threading.Event(), threading.Event(), [], os.fsync
 
     def held(descriptor):
         if "/first/" in os.readlink(f"/proc/self/fd/{descriptor}"):
             reached.set()
             assert opened.wait(LONG_S)
+            for error in failing:
+                raise error
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", held)
-    yield opened, reached
+    yield opened, reached, failing
     opened.set()
     fk.run.wait_for_saves()
 
 
 def test_a_save_waits_for_the_run_that_it_belongs_to_and_for_no_other(tmp_path, gate):
-    opened, reached = gate
+    opened, reached, _ = gate
     first, second = train(build(seed=3), 1), train(build(seed=5), 1)
     assert attrs.evolve(first, seed=3).saves is first.saves is not second.saves
-    expected = everything(first), everything(second)
+    expected = everything(first)
     held = fk.checkpoint_save(first, tmp_path / "first")
     assert reached.wait(LONG_S)
     for step in (1, 2):
@@ -48,45 +50,38 @@ def test_a_save_waits_for_the_run_that_it_belongs_to_and_for_no_other(tmp_path, 
         second = train(second, 1)
     fk.run.wait_for_saves(second)
     assert not held.done
-    opened.set()
+    threading.Timer(0.05, opened.set).start()
+    # Loading waits for what another state of the process is saving.
+    assert_same(everything(fk.checkpoint_load(build(), tmp_path / "first")), expected)
     fk.run.wait_for_saves(train(first, 1))
     assert held.done
-    assert_same(everything(fk.checkpoint_load(build(), tmp_path / "first")), expected[0])
-    assert_same(everything(fk.checkpoint_load(build(), tmp_path / "second", step=1)), expected[1])
 
 
-def test_a_failed_save_is_raised_in_its_own_run_alone(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    first, second = build(seed=3), build(seed=5)
-    fk.checkpoint_save(first, tmp_path / "file" / "checkpoints")
-    fk.checkpoint_save(second, tmp_path / "good").wait()
-    fk.checkpoint_save(second, tmp_path / "good", blocking=True)
-    with pytest.raises(fk.CheckpointError, match=r"step 0 could not be saved to .*Not a dire"):
-        fk.run.wait_for_saves(train(first, 1))
-
-
-def test_loading_waits_for_what_another_state_of_the_process_is_saving(tmp_path, gate):
-    opened, reached = gate
-    fk.checkpoint_save(build(step=1), tmp_path / "first")
-    assert reached.wait(LONG_S)
-    threading.Timer(0.05, opened.set).start()
-    assert fk.checkpoint_load(build(), tmp_path / "first").step == 1
-
-
-def test_without_a_state_running_saves_are_waited_for_and_raise(tmp_path, gate, monkeypatch):
-    opened, reached = gate
+def test_without_a_state_running_saves_are_waited_for_and_raise(tmp_path, gate):
+    opened, reached, failing = gate
     pending = fk.checkpoint_save(build(), tmp_path / "first")
     assert reached.wait(LONG_S)
-
-    def fail(descriptor):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fail)
+    failing.append(OSError(5, "Input/output error"))
     threading.Timer(0.05, opened.set).start()
     with pytest.raises(fk.CheckpointError, match="Input/output error"):
         fk.run.wait_for_saves()
     assert pending.done
     fk.run.wait_for_saves()
+
+
+def test_a_failure_nobody_waited_for_is_raised_once_in_its_own_run_alone(tmp_path, caplog):
+    (tmp_path / "file").write_text("in the way")
+    first, second = build(seed=3), build(seed=5)
+    message = r"step 0 could not be saved to .*/file/checkpoints: Not a directory .*there is none"
+    for use in (lambda: fk.checkpoint_save(first, tmp_path), lambda: fk.run.wait_for_saves(first)):
+        fk.checkpoint_save(first, tmp_path / "file" / "checkpoints")
+        fk.checkpoint_save(second, tmp_path / "good").wait()
+        fk.checkpoint_save(second, tmp_path / "good", blocking=True)
+        with pytest.raises(fk.CheckpointError, match=message):
+            use()
+        assert "could not be saved" in caplog.text
+        fk.run.wait_for_saves(first)
+    assert fk.checkpoint_save(first, tmp_path / "good").wait().name == "step_00000000"
 
 
 def interleave(rank, world, folder):
