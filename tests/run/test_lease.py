@@ -91,7 +91,7 @@ def test_of_two_that_find_no_lease_one_takes_it(url):
 def test_the_note_of_a_crash_on_this_machine_makes_nobody_wait_where_the_folder_is_locked(
     memory, tmp_path
 ):
-    """Its lock was free, so whoever wrote the note is dead; without a lock a note proves nothing."""
+    """Its lock was free, so who wrote the note is dead; without a lock a note proves nothing."""
     dead = Lease(memory, 600.0)
     dead.take()
     (tmp_path / ".lease").write_text(dead.owner)
