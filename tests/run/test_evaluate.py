@@ -114,11 +114,6 @@ def head_with_z_loss(model, batch):
     return model(batch["input_ids"], head=head)
 
 
-def now_and_then(model, batch):
-    """In the last micro-batch only."""
-    return own_loss(model, batch, is_nll=batch.shape[0] == 4)
-
-
 def with_accuracy(loss_fn, model, batch):
     return loss_fn(model, batch).with_metrics(accuracy=(torch.tensor(2.0), 5))
 
@@ -130,7 +125,6 @@ LIKELIHOODS = {
     "of a user": (own_loss, False),
     "a term beside it": (balanced, False),
     "a z-loss in the head": (head_with_z_loss, False),
-    "of a part": (now_and_then, False),
 }
 
 
