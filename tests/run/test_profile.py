@@ -73,7 +73,7 @@ def test_the_steps_that_are_asked_for_are_those_of_each_ranks_trace_and_of_one_t
     (folder,) = (tmp_path / "profile").iterdir()
     assert folder.name == "steps_00000002_00000003"
     assert (folder / "table.txt").read_text() == texts[0]
-    assert len({text.split("\n\n")[0] for text in texts}) == 1
+    assert len({*texts}) == 1
     assert texts[0].startswith("steps 2 to 3: milliseconds per step")
     for rank in range(2):
         names = trace(folder / f"rank{rank}_dp_shard{rank}.json.gz")
@@ -91,7 +91,6 @@ def test_the_steps_that_are_asked_for_are_those_of_each_ranks_trace_and_of_one_t
     assert 0 < times["communication"][0] <= means["communication"] <= times["communication"][2]
     parts = sum(means[name] for name in NAMES[1:5])
     assert parts == pytest.approx(means["step"], abs=0.05)
-    assert "forgekit.backward" in texts[0]
 
 
 def event(name, begin, end, device=DeviceType.CPU, is_user_annotation=False):
