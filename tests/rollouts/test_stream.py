@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 import torch
 from fakeredis import FakeRedis, FakeServer
-from lazy_clock import simulate
 from rollouts.answers import State, build_state, build_step, loss_fn, message, numbers
 
 import forgekit as fk
-from forgekit.rollouts.batch import join_rollouts
 from forgekit.rollouts.sources import RedisSource
 from forgekit.rollouts.stream import RolloutStream
 
@@ -51,13 +49,6 @@ SOURCES = {
     "queue": queue_of,
     "redis": lambda count: RedisSource(ended(filled(count))),
 }
-
-
-def test_a_global_batch_that_messages_do_not_fill_is_refused():
-    stream = RolloutStream(iter(()), batch_size=4)
-    assert stream.micro_batches(16) == 4
-    with pytest.raises(ValueError, match="global_batch_size 10"):
-        stream.micro_batches(10)
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
@@ -347,16 +338,3 @@ def test_what_would_lose_rollouts_silently_is_refused():
         stream.load_state_dict(other)
     with pytest.raises(TypeError, match="source is a int; pass a source, a queue, an iterable"):
         RolloutStream(3)
-
-
-def test_lazy_micro_batches_are_less_stale_and_leave_the_trainer_less_idle():
-    lazy, eager, fresh = (simulate(eager=e, most=m) for e, m in [(False, 8), (True, 8), (True, 1)])
-    assert lazy.staleness <= 0.6 * eager.staleness
-    assert lazy.idle < eager.idle < fresh.idle
-    assert lazy.staleness <= fresh.staleness < eager.staleness
-
-
-def test_rows_have_one_length_where_it_is_given():
-    stream = RolloutStream(map(message, range(3)), to_batch=partial(join_rollouts, pad_to=16))
-    group = next(fk.groups(stream, 4, end=stream))
-    assert [tuple(batch["labels"].shape) for batch in group] == [(1, 16)] * 4

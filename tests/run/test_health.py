@@ -14,10 +14,12 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
+import attrs
 import pytest
 import torch
 import torch.distributed as dist
 from covering import some_of
+from lab import alone, lay_out
 from pool import run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -36,19 +38,10 @@ DELAY_S = 0.3
 
 
 def create(mesh=None, step=0):
-    """A state that nothing trains: health reads its step."""
-    model = nn.Linear(1, 1)
-    nn.init.ones_(model.weight), nn.init.ones_(model.bias)
-    zero = torch.zeros((), dtype=torch.int64)
-    return fk.TrainState(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters()),
-        mesh=mesh,
-        step=step,
-        targets=zero,
-        skipped=zero,
-        loss_scale=torch.ones(()),
-    )
+    """A state that nothing trains: health reads its step, and compares its weight."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    return attrs.evolve(alone(model), mesh=mesh, step=step)
 
 
 def mesh_of(world):
@@ -124,9 +117,7 @@ def test_a_collective_that_loses_a_rank_says_soon_where_that_rank_is(tmp_path, k
 
 
 def watch_timeouts(rank, world, out):
-    mesh = mesh_of(world)
-    model = fk.parallelize(nn.Linear(2, 2), mesh)
-    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+    state = lay_out(nn.Linear(2, 2))
     fk.checkpoint_save(state, out / "checkpoints", blocking=True)
     own = dist.new_group(timeout=timedelta(seconds=31))
 
@@ -136,7 +127,7 @@ def watch_timeouts(rank, world, out):
         return groups.pop(own), {*groups.values()}, checkpoints
 
     found = [seconds()]
-    with Health(out, mesh, timeout_s=SHORT_S) as health:
+    with Health(out, state.mesh, timeout_s=SHORT_S) as health:
         found.append(seconds())
         health(fk.donate(state, step=1))
         found.append(seconds())
