@@ -14,12 +14,11 @@ from datetime import timedelta
 from pathlib import Path
 from unittest.mock import patch
 
-import attrs
 import pytest
 import torch
 import torch.distributed as dist
 from covering import some_of
-from lab import alone, lay_out
+from lab import lay_out
 from pool import run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -39,9 +38,11 @@ DELAY_S = 0.3
 
 def create(mesh=None, step=0):
     """A state that nothing trains: health reads its step, and compares its weight."""
-    model = nn.Linear(1, 1, bias=False)
+    model, zero = nn.Linear(1, 1, bias=False), torch.zeros((), dtype=torch.int64)
     nn.init.ones_(model.weight)
-    return attrs.evolve(alone(model), mesh=mesh, step=step)
+    counts = {"targets": zero, "skipped": zero, "loss_scale": torch.ones(()), "step": step}
+    optimizer = torch.optim.SGD(model.parameters())
+    return fk.TrainState(model=model, optimizer=optimizer, mesh=mesh, **counts)
 
 
 def mesh_of(world):
