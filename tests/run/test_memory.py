@@ -8,6 +8,7 @@ import re
 import weakref
 from functools import partial
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -100,6 +101,9 @@ def test_running_out_of_memory_leaves_a_report_and_the_error_goes_on(tmp_path, c
     report = (tmp_path / "memory" / "rank_3.txt").read_text()
     assert report.splitlines()[0] == f"{kind.__name__}: {raised.value}".splitlines()[0]
     assert "resident memory: " in report
+    status = Path("/proc/self/status").read_text()
+    resident_kib = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1])
+    assert resident_bytes() == pytest.approx(resident_kib * 1024, rel=0.02)
     assert re.search(rf"\d+ x float64 {re.escape(str(list(held.shape)))} on cpu", report)
     assert caplog.messages == [f"out of memory; what filled it is in {tmp_path}/memory/rank_3.txt"]
     assert caplog.records[0].levelno == logging.ERROR

@@ -173,20 +173,6 @@ def test_each_start_and_end_of_a_run_is_kept(tmp_path, monkeypatch, stop):
     ]
 
 
-def test_each_configuration_can_be_found_again(tmp_path):
-    """From the last one back: keys that came, went and moved into sections."""
-    configs = [{"a": 1}, {"a": 2, "b": {"c": [1]}}, {"b": {"c": [1, 2]}}, {"b": {}}]
-    for config in configs:
-        with started(tmp_path, config=config):
-            pass
-    lines = (tmp_path / "config_changes.jsonl").read_text().splitlines()
-    assert [json.loads(line)["changed"] for line in lines] == [
-        {"a": [1, 2], "b.c": [None, [1]]},
-        {"a": [2, None], "b.c": [[1], [1, 2]]},
-        {"b.c": [[1, 2], None], "b": [None, {}]},
-    ]
-
-
 def test_the_status_of_a_running_run_is_renewed_and_a_killed_one_is_not_running(
     tmp_path, monkeypatch
 ):
