@@ -12,7 +12,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +220,20 @@ def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
         for kind, names in kinds.items()
         if names
     )
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of each leaf of a configuration.
+
+    Examples:
+        >>> dict(flat({"model": {"dim": 8}, "seed": 1}))
+        {'model.dim': 8, 'seed': 1}
+    """
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def path_of(name: str, value: Any) -> Path:

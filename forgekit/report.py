@@ -1,7 +1,7 @@
 """What runs left behind as one HTML page that loads nothing; matplotlib draws, HTML lists.
 
 The page needs only the files of a run directory, and a run that was killed, is still running or has
-broken files has a page too: what cannot be read is said. Without matplotlib it has its tables.
+broken files has a page too: what cannot be read is noted. Without matplotlib it has its tables.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from html import escape
 from importlib.metadata import version as version_of
 from importlib.util import find_spec
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import numpy as np
 
-from forgekit.checks import parse_json
+from forgekit.checks import flat, parse_json
 from forgekit.environment import require
 from forgekit.files import is_locked, open_regular, read_regular, write_atomic
 from forgekit.remote.urls import Location, is_url
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from forgekit.state import TrainState
 
-TOPICS = (
+CHARTS = (
     ("Loss", "nats per target", "train/loss|eval/.+/loss", ""),
     ("Learning rate", "", "train/lr", "zero"),
     ("Gradient norm before clipping", "L2", "train/grad_norm", "log"),
@@ -55,13 +55,13 @@ TOPICS = (
     ("Share of clipped tokens", "", "rollout/clipped", "zero"),
     ("", "", ".+", ""),
 )
-"""Title, unit, pattern and axis of charts; a metric is in the first that its name matches."""
-
+"""Title, unit, pattern and axis; a metric is in the first chart whose pattern its name matches."""
 NOT_DRAWN = re.compile(
     "step|samples|train/(loss_mean|targets|skipped|skipped_in_a_row|spikes)|moe/load/.+"
     "|eval/.+/(perplexity|targets)"
 )
 NOT_TEXT = re.compile("[^\t\n\x20-\x7e\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+LOSSES = re.compile("train/loss|eval/.+/loss")
 LOAD = "moe/load/"
 MOST_CURVES = 8
 LARGEST = 1e100
@@ -71,8 +71,8 @@ FEW = 20
 COLUMNS = 500
 """Points of a trend."""
 EVENTS = 50
-MOST_LOAD = 4.0
-"""Colours of loads end at this many times the mean, and at the mean divided by it."""
+MOST_WORK = 512
+"""Micro-batches of all stages that are drawn of a pipeline."""
 STYLE = (
     "body{font:15px/1.4 system-ui,sans-serif;max-width:70rem;margin:1rem auto;padding:0 1rem;"
     "color:#1f2328}svg{width:100%;height:auto}svg.half{width:49.5%}"
@@ -92,49 +92,57 @@ PAGE = (
 
 @attrs.define
 class Run:
-    """A run as far as its files tell.
+    """A run as far as its files tell; what a file does not hold is empty.
 
     Attributes:
-        name: Its name, unique on a page.
         folder: The run directory.
         rows: The rows of ``metrics.jsonl``.
-        files: What the other files hold, by name; empty where there is none.
+        config: The resolved configuration.
+        status: How it ended.
+        history: Its starts and ends.
+        changes: What changed in its configuration.
+        bad: Its bad steps.
         notes: What could not be read.
     """
 
-    name: str
     folder: Path
     rows: list[dict[str, Any]] = attrs.field(factory=list)
-    files: dict[str, Any] = attrs.field(factory=dict)
+    config: dict[str, Any] = attrs.field(factory=dict)
+    status: dict[str, Any] = attrs.field(factory=dict)
+    history: list[dict[str, Any]] = attrs.field(factory=list)
+    changes: list[dict[str, Any]] = attrs.field(factory=list)
+    bad: list[dict[str, Any]] = attrs.field(factory=list)
     notes: list[str] = attrs.field(factory=list)
 
     @classmethod
-    def read(cls, path: Path, name: str | None = None) -> Run:
+    def read(cls, path: Path) -> Run:
         """Read a run directory, or a file of metrics alone.
 
         Raises:
             ValueError: If there is neither a row nor a status.
         """
-        folder, file = (path, path / "metrics.jsonl") if path.is_dir() else (path.parent, path)
-        run = cls(name or folder.absolute().name, folder)
-        run.rows = [row for row in run._objects(file) if isinstance(row.get("step"), int)]
-        for jsonl in ("history", "bad_steps", "config_changes"):
-            run.files[jsonl] = run._objects(folder / f"{jsonl}.jsonl")
-        for one in ("config", "status"):
-            run.files[one] = dict(*run._objects(folder / f"{one}.json", is_one=True))
-        if not run.rows and not run.files["status"]:
+        folder, metrics = (path, path / "metrics.jsonl") if path.is_dir() else (path.parent, path)
+        run = cls(folder)
+        run.rows = [row for row in run._objects(metrics) if isinstance(row.get("step"), int)]
+        run.config = dict(*run._objects(folder / "config.json"))
+        run.status = dict(*run._objects(folder / "status.json"))
+        run.history = run._objects(folder / "history.jsonl")
+        run.changes = run._objects(folder / "config_changes.jsonl")
+        run.bad = run._objects(folder / "bad_steps.jsonl")
+        if not run.rows and not run.status:
             raise ValueError(
                 f"{path} has no row of metrics and no status.json. {' '.join(run.notes)} Name a "
                 "run directory, what a recipe's out= was, or a metrics.jsonl."
             )
         return run
 
-    def _objects(self, path: Path, *, is_one: bool = False) -> list[dict[str, Any]]:
-        """The JSON objects of a file, or the one that it is; of what is broken, a note."""
+    def _objects(self, path: Path) -> list[dict[str, Any]]:
+        """The JSON objects of a file, one per line, or the one of a ``.json``; notes of others."""
         records, broken = [], []
         try:
             with open_regular(path) as file:
-                for number, line in enumerate([file.read()] if is_one else file, start=1):
+                lines = [file.read()] if path.suffix == ".json" else file
+                for number, line in enumerate(lines, start=1):
                     try:  # one text for each key: of a million rows half the memory
                         records.append({sys.intern(k): v for k, v in {**parse_json(line)}.items()})
                     except (ValueError, TypeError):  # a TypeError: no object
@@ -143,55 +151,48 @@ class Run:
         except FileNotFoundError:
             return []
         except OSError as error:
-            self.notes.append(f"{path} is left out, it cannot be read: {error}")
-            return []
+            self.notes.append(f"{path} cannot be read: {error}")
         if broken:
             self.notes.append(f"{len(broken)} lines of {path} are left out; {broken[0]}.")
         return records
 
-    def names(self) -> list[str]:
-        """All metrics, in the order in which people sort names."""
-        return sorted({name for row in self.rows for name in row}, key=_by_number)
+    def names(self, pattern: str | re.Pattern[str] = ".+") -> list[str]:
+        """The metrics whose names match, numbers in them in the order of numbers."""
+        names = {name for row in self.rows for name in row if re.fullmatch(pattern, name)}
+        return sorted(names, key=_by_number)
 
     def column(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """Return steps and values of a metric, NaN where a row says null or a huge number."""
-        pairs = [(row["step"], row[metric]) for row in self.rows if metric in row]
-        values = np.array([_number(value) for _, value in pairs])
-        return np.array([step for step, _ in pairs]), values
+        pairs = [(row["step"], _number(row[metric])) for row in self.rows if metric in row]
+        steps, values = zip(*pairs, strict=True) if pairs else ((), ())
+        return np.array(steps, int), np.array(values, float)
 
     def finite(self, metric: str) -> np.ndarray:
         """Return the finite values of a metric."""
         values = self.column(metric)[1]
         return values[np.isfinite(values)]
 
-    def setting(self, dotted: str, default: int | None = None) -> Any:
-        """Return a value of the configuration, such as ``mesh.pp``.
+    def losses(self) -> list[str]:
+        """Losses with a finite value, that of training first."""
+        names = [name for name in self.names(LOSSES) if len(self.finite(name))]
+        return sorted(names, key="train/loss".__ne__)
 
-        With a default, it is returned for whatever is no positive integer.
-        """
-        value = self.files["config"]
+    def setting(self, dotted: str, default: Any) -> Any:
+        """Return a value of the configuration, such as ``mesh.pp``, if it is of the right type."""
+        value: Any = self.config
         for part in dotted.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
-        is_size = isinstance(value, int) and value > 0
-        return value if default is None or is_size else default
+        return value if isinstance(value, type(default)) else default
 
-    def recent(self, metric: str) -> float | None:
-        """Return the median of the last twentieth of a metric."""
-        values = self.finite(metric)
-        return float(np.median(values[-1 - len(values) // 20 :])) if len(values) else None
+    def starts(self) -> list[dict[str, Any]]:
+        """Return the events of its starts."""
+        return [event for event in self.history if event.get("event") == "started"]
 
-    def summary(self, metric: str) -> tuple[str, ...]:
-        """Return a metric's name, its last and its least value, and where it has none."""
-        steps, values = self.column(metric)
-        at, gaps = np.flatnonzero(np.isfinite(values)), steps[np.isnan(values)]
-        chosen = (at[-1], at[values[at].argmin()]) if len(at) else ()
-        shown = [f"{_short(float(values[i]))} at step {steps[i]}" for i in chosen] or ["-", "-"]
-        where = f"{len(gaps)} of {len(steps)} rows, step {gaps[0]} first" if len(gaps) else ""
-        return metric, *shown, where
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        """Return the events of a kind."""
-        return [event for event in self.files["history"] if event.get("event") == kind]
+    def bad_steps(self) -> list[int]:
+        """Steps in ``bad_steps.jsonl``; without it rows that count some."""
+        steps, skipped = self.column("train/skipped")
+        listed = {bad["step"] for bad in self.bad if isinstance(bad.get("step"), int)}
+        return sorted(listed or {int(step) for step in steps[skipped > 0]})
 
 
 def write_report(
@@ -212,15 +213,9 @@ def write_report(
         OSError: If the page cannot be written.
     """
     read = [Run.read(Path(run)) for run in runs]
-    if len({run.name for run in read}) < len(read):
-        for run, path in zip(read, runs, strict=True):
-            run.name = str(path)
-    page = Path("report.html") if out is None else Path(out)
-    if out is None and len(read) == 1:
-        page = read[0].folder / page
-    if page.suffix not in (".html", ".htm"):
-        raise ValueError(f"{page} would not open in a browser; name a file, such as report.html.")
-    title = _text(" | ".join(run.name for run in read))
+    folder = read[0].folder if len(read) == 1 else Path()
+    page = folder / "report.html" if out is None else Path(out)
+    title = _text(" | ".join(str(run.folder) for run in read))
     content = PAGE.format(title=title, style=STYLE, body="".join(_body(read)))
     write_atomic(page, content.encode())
     return page
@@ -246,13 +241,12 @@ def plot_losses(
         ValueError: If no row has a finite loss.
         ImportError: If matplotlib is missing.
     """
-    require("matplotlib.figure", extra="plot")
     run = Run.read(Path(metrics_path))
-    if not (losses := _losses(run)):
+    if not (losses := run.losses()):
         raise ValueError(f"{metrics_path} has {len(run.rows)} rows and no finite loss in them.")
-    figure = _figure(title or f"Loss of {run.name}", 8, 5.5)
+    figure = _figure(title or f"Loss of {run.folder}", 8, 5.5)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    _draw_curves(above, [run], losses, "nats per target")
+    _draw_curves(above, [(run, name) for name in losses], "nats per target")
     above.set_xlabel("")
     below.plot(*run.column("train/lr"), color="gray")
     below.set(ylabel="learning rate", xlabel="optimizer step", ylim=(0, None))
@@ -279,14 +273,13 @@ def plot_expert_loads(
         ValueError: If no row has loads.
         ImportError: If matplotlib is missing.
     """
-    require("matplotlib.figure", extra="plot")
     run = Run.read(Path(metrics_path))
-    if not _layers(run):
+    if not run.names(f"{LOAD}.+"):
         raise ValueError(
             f"{metrics_path} has no {LOAD}... in it. Log them: "
             "log.event(state, forgekit.run.expert_loads(state), show=False)."
         )
-    figure = _loads_figure(run, title or f"Load of the experts of {run.name}")
+    figure = _loads_figure(run, title or f"Load of the experts of {run.folder}")
     return _write_png(figure, Path(png_path))
 
 
@@ -318,7 +311,7 @@ def wrap_up(
 
     def losses() -> str:
         run = Run.read(out)
-        return f"{metrics}: " + "  ".join(f"{n} {run.finite(n)[-1]:.4f}" for n in _losses(run))
+        return f"{metrics}: " + "  ".join(f"{n} {run.finite(n)[-1]:.4f}" for n in run.losses())
 
     def sample() -> str:
         tokenizer = load_tokenizer(tokens)
@@ -330,7 +323,7 @@ def wrap_up(
         parts["sample"] = sample
     if process_rank() == 0:
         parts["loss curve"] = lambda: f"loss curve: {plot_losses(metrics, out / 'loss.png')}"
-        if _layers(Run.read(out)):
+        if Run.read(out).names(f"{LOAD}.+"):
             png = out / "expert_loads.png"
             parts["loads"] = lambda: f"loads of experts: {plot_expert_loads(metrics, png)}"
         parts["report"] = lambda: f"report: {write_report([out])}"
@@ -343,20 +336,21 @@ def wrap_up(
     return "\n".join(lines)
 
 
+# The page
+
+
 def _body(runs: Sequence[Run]) -> Iterator[str]:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     yield f"<p>Made {now} by forgekit {version_of('forgekit')}.</p>"
     yield from (_note(note) for run in runs for note in run.notes)
-    columns = [_headline(run) for run in runs]
-    rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    yield _table(["", *(run.name for run in runs)], rows)
+    yield _table(["run", *_headline(runs[0])], ([r.folder, *_headline(r).values()] for r in runs))
     if find_spec("matplotlib") is None:
         yield _note('There are no charts: matplotlib is missing. pip install "forgekit[plot]"')
     else:
         yield from _charts(runs)
         yield from (part for run in runs for part in _diagrams(run))
     for run in runs:
-        name = _text(run.name)
+        name = _text(run.folder)
         for path in sorted((run.folder / "samples").glob("*.txt"))[-6:]:
             try:
                 text = read_regular(path)[:2000].decode(errors="replace")
@@ -364,85 +358,90 @@ def _body(runs: Sequence[Run]) -> Iterator[str]:
                 text = f"{path} cannot be read: {error}"
             yield f"<h3>{name}: {_text(path.stem)}</h3><pre>{_text(text)}</pre>"
         heads = ["metric", "last", "least", "not finite or too large to draw"]
-        metrics = [metric for metric in run.names() if not metric.startswith(LOAD)]
-        yield f"<h2>{name}: metrics</h2>{_table(heads, map(run.summary, metrics))}"
-        events = [*run.files["history"], *run.files["config_changes"]]
-        events.sort(key=lambda event: str(event.get("time")))
+        metrics = [_summary(run, metric) for metric in run.names(f"(?!{LOAD}).+")]
+        yield f"<h2>{name}: metrics</h2>{_table(heads, metrics)}"
+        events = sorted([*run.history, *run.changes], key=lambda event: str(event.get("time")))
         yield f"<h2>{name}: what happened</h2>{_listed(events)}"
-        if bad := run.files["bad_steps"]:
-            yield f"<h3>Bad steps: {len(bad)}</h3>{_listed(bad)}"
+        if run.bad:
+            yield f"<h3>Bad steps: {len(run.bad)}</h3>{_listed(run.bad)}"
             yield "<p><code>forgekit replay RUN --script FILE</code> looks at one again.</p>"
-    yield from _configuration(runs)
+    configs = [{key: _short(value) for key, value in flat(run.config)} for run in runs]
+    settings = {key: [one.get(key, "") for one in configs] for one in configs for key in one}
+    alike = {key: values for key, values in settings.items() if len({*values}) == 1}
+    heads = ["key", *(run.folder for run in runs)]
+    if len(runs) > 1:
+        other = ([key, *settings[key]] for key in settings if key not in alike)
+        yield f"<h2>Configuration: keys that differ</h2>{_table(heads, other)}"
+    table = _table(heads, ([key, *values] for key, values in alike.items()))
+    yield f"<details><summary>{len(alike)} keys of the configuration</summary>{table}</details>"
 
 
-def _headline(run: Run) -> dict[str, str]:
-    """The numbers that one looks for first, by name; "-" where a run does not have one."""
-    status, starts = run.files["status"], run.events("started")
-    last = starts[-1] if starts else {}
-    step = max((row["step"] for row in run.rows), default=status.get("step", 0))
-    state = status.get("status", "-")
-    if state == "running" and not is_locked(run.folder / ".lock"):
-        state = "killed: no process holds the run"
-    at = f"step {step} of {run.setting('steps') or '?'}", status.get("reason"), status.get("time")
-    best = [(run.finite(name).min(), name) for name in _losses(run) if name != "train/loss"]
-    seconds = _over_steps(run, "perf/step_seconds")
-    waiting = _over_steps(run, "perf/data_wait_seconds") / max(seconds, 1e-9)
-    in_steps = timedelta(seconds=round(seconds))
-    peak = run.finite("memory/peak_gib")
-    mfu = run.recent("perf/mfu")
+def _headline(run: Run) -> dict[str, object]:
+    """What one looks for first."""
+    started = (run.starts() or [{}])[-1]
+    step = max((row["step"] for row in run.rows), default=run.status.get("step", 0))
+    status = run.status.get("status", "-")
+    if status == "running" and not is_locked(run.folder / ".lock"):
+        status = "killed: no process holds the run"
+    at = f"step {step} of {run.setting('steps', 0) or '?'}"
+    more = (str(run.status[name]) for name in ("reason", "time") if run.status.get(name))
+    steps, seconds = run.column("perf/step_seconds")
+    in_steps = np.nansum(seconds * np.diff(steps, prepend=0)) if len(steps) else 0.0
     return {
-        "status": f"{state}; {', '.join(str(one) for one in at if one)}",
-        "parameters": _short(last.get("parameters")),
-        "devices": f"{last.get('ranks', '?')} x {last.get('device', '?')}",
-        "loss": f"{_short(run.recent('train/loss'))}, median of the last twentieth",
-        "best evaluation": "{:.4g} ({})".format(*min(best)) if best else "-",
-        "targets seen": _short(_over_steps(run, "train/targets") or None),
-        "targets per second": _short(run.recent("perf/tokens_per_second")),
-        "MFU": "-" if mfu is None else f"{mfu:.1%}",
-        "time in steps": f"{in_steps}, {waiting:.1%} waiting for data",
-        "starts": str(len(starts)),
-        "peak memory": f"{peak.max():.3g} GiB" if len(peak) else "-",
-        "bad steps": str(len(_bad_steps(run))),
+        "status": f"{status}; {', '.join([at, *more])}",
+        "parameters": _short(started.get("parameters")),
+        "devices": f"{started.get('ranks', '?')} x {started.get('device', '?')}",
+        "starts": len(run.starts()),
+        "hours in steps": f"{in_steps / 3600:.2f}",
+        "bad steps": len(run.bad_steps()),
     }
+
+
+def _summary(run: Run, metric: str) -> tuple[str, ...]:
+    """A metric's name, its last and its least value, and where it has none."""
+    steps, values = run.column(metric)
+    at, gaps = np.flatnonzero(np.isfinite(values)), steps[np.isnan(values)]
+    chosen = (at[-1], at[values[at].argmin()]) if len(at) else ()
+    shown = [f"{_short(float(values[i]))} at step {steps[i]}" for i in chosen] or ["-", "-"]
+    where = f"{len(gaps)} of {len(steps)} rows, step {gaps[0]} first" if len(gaps) else ""
+    return metric, *shown, where
 
 
 def _charts(runs: Sequence[Run]) -> Iterator[str]:
     """Charts of what has two finite values; of several runs one for each metric."""
-    names = sorted({name for run in runs for name in run.names()}, key=_by_number)
-    names = [n for n in names if not NOT_DRAWN.fullmatch(n)]
-    left = [n for n in names if max(len(run.finite(n)) for run in runs) > 1]
-    for title, unit, pattern, axis in TOPICS:
-        matching = [n for n in left if re.fullmatch(pattern, n)]
-        left = [n for n in left if n not in matching]
-        is_one, is_wide = title and len(runs) == 1, title == "Loss"
-        for some in [matching[:MOST_CURVES]] if is_one and matching else [[n] for n in matching]:
-            figure = _figure(title if is_one else some[0], *((11, 3.4) if is_wide else (6, 3)))
+    names = dict.fromkeys(name for run in runs for name in run.names())
+    names = [name for name in names if not NOT_DRAWN.fullmatch(name)]
+    left = [name for name in names if max(len(run.finite(name)) for run in runs) > 1]
+    for title, unit, pattern, axis in CHARTS:
+        matching = [name for name in left if re.fullmatch(pattern, name)]
+        left = [name for name in left if name not in matching]
+        is_wide, is_one = title == "Loss", bool(title) and len(runs) == 1
+        charts = [[name] for name in matching]
+        if is_one and matching:
+            charts = [matching[:MOST_CURVES]]
+        for chosen in charts:
+            figure = _figure(title if is_one else chosen[0], *((11, 3.4) if is_wide else (6, 3)))
             axes = figure.subplots()
-            _draw_curves(axes, runs, some, unit, axis)
+            curves = [(run, name) for name in chosen for run in runs if len(run.finite(name))]
+            _draw_curves(axes, curves, unit, axis)
             if is_wide and is_one:
                 _draw_marks(axes, runs[0])
             yield _svg(figure, "" if is_wide else "half")
-        if is_one and (rest := matching[MOST_CURVES:]):
-            yield f"<p>Not drawn: {_text(', '.join(rest))}.</p>"
 
 
-def _configuration(runs: Sequence[Run]) -> Iterator[str]:
-    """Of one run first the keys that its command set, of several those that differ."""
-    flat = [dict(_flat(run.files["config"])) for run in runs]
-    rows = {key: [one.get(key, "") for one in flat] for one in flat for key in one}
-    first = [key for key, values in rows.items() if len({*values}) > 1]
-    if len(runs) == 1:
-        arguments = [a for e in runs[0].events("started")[-1:] for a in e.get("arguments", ())]
-        given = tuple(str(a).lstrip("-").partition("=")[0] + "." for a in arguments)
-        first = [key for key in rows if f"{key}.".startswith(given)]
-    rest = [key for key in rows if key not in first]
-    here, folded = (
-        _table(["key", *(run.name for run in runs)], ([key, *rows[key]] for key in keys))
-        for keys in (first, rest)
-    )
-    others = "others, as by default" if len(runs) == 1 else "equal keys"
-    yield f"<h2>Configuration</h2>{here}"
-    yield f"<details><summary>{len(rest)} {others}</summary>{folded}</details>"
+def _diagrams(run: Run) -> Iterator[str]:
+    """Loads of experts, the pipeline's clock, and a mask that is more than causal."""
+    if run.names(f"{LOAD}.+"):
+        yield _svg(_loads_figure(run, f"{run.folder}: load of each expert"))
+    if run.setting("mesh.pp", 1) > 1:
+        yield _pipeline(run)
+    if run.setting("data.doc_ids", False):
+        ends = np.searchsorted([10, 18], np.arange(24), side="right")
+        figure = _figure("Who attends to whom, of three documents in a row", 6, 4.5)
+        axes = figure.subplots()
+        axes.imshow(np.tril(ends[:, None] == ends), cmap="Blues")
+        axes.set(xlabel="key position", ylabel="query position")
+        yield _svg(figure, "half")
 
 
 # Drawing
@@ -450,9 +449,9 @@ def _configuration(runs: Sequence[Run]) -> Iterator[str]:
 
 def _figure(title: str, width: float, height: float) -> Figure:
     # Not pyplot: it keeps figures, and a window system, in global state.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = require("matplotlib.figure", extra="plot").Figure(
+        figsize=(width, height), layout="constrained"
+    )
     figure.suptitle(_clean(title), fontsize=11, parse_math=False)
     return figure
 
@@ -476,96 +475,81 @@ def _write_png(figure: Figure, path: Path) -> Path:
     return path
 
 
-def _draw_curves(
-    axes: Axes, runs: Sequence[Run], names: Sequence[str], unit: str, axis: str = ""
-) -> None:
-    """Each row, pale where there are many, and the median over a window."""
-    trends = []
-    for run, name in ((run, name) for name in names for run in runs if len(run.finite(name))):
+def _draw_curves(axes: Axes, curves: Sequence[tuple[Run, str]], unit: str, axis: str = "") -> None:
+    """Each row, pale where there are many, and the median over a window.
+
+    Args:
+        axes: Where to draw.
+        curves: A run and its metric, of each.
+        unit: Of the numbers.
+        axis: ``"log"``, or ``"zero"`` for one that begins at 0.
+    """
+    trends, finite = [], np.concatenate([run.finite(name) for run, name in curves])
+    are_runs = len({id(run) for run, _ in curves}) > 1
+    for run, name in curves:
         steps, values = run.column(name)
         at, trend = _trend(values)
         style = {"marker": "o", "ms": 3} if len(steps) < FEW else {}
         (line,) = axes.plot(steps, values, lw=0.7, alpha=0.3, **style)
-        label = _clean(name if len(runs) == 1 else run.name)
+        label = _clean(run.folder if are_runs else name)
         axes.plot(steps[at], trend, color=line.get_color(), label=label)
         trends.append(trend)
     axes.set(xlabel="optimizer step", ylabel=unit)
     axes.locator_params(axis="x", integer=True)
     axes.grid(color="#e4e6ea")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8, loc="upper right")
-    values = np.concatenate([run.finite(name) for run in runs for name in names])
-    least, most = values.min(), values.max()
+    least, most = finite.min(), finite.max()
     if axis == "log" and 0 < 10 * least < most:
         axes.set_yscale("log")
         return
     if axis == "zero":
         axes.set_ylim(min(0.0, least), None)
     # A few rows far above all others would flatten everything else.
-    middle, high = np.percentile(values, [50, 98])
+    middle, high = np.percentile(finite, [50, 98])
     limit = max(np.nanmax(np.concatenate(trends)), middle + 6 * (high - middle))
     if most > limit > least:
         axes.set_ylim(least - 0.04 * (limit - least), limit)
-        count = (values > limit).sum()
+        count = (finite > limit).sum()
         axes.set_title(f"{count} rows above, the largest {_short(float(most))}", fontsize=8)
 
 
 def _draw_marks(axes: Axes, run: Run) -> None:
     """Steps at which something happened: lines, and bad steps at the lower edge."""
-    for steps, color, label in (
-        ([event.get("step") for event in run.events("started")[1:]], "gray", "started again"),
-        ([event.get("step") for event in run.events("rolled_back")], "purple", "rolled back"),
-        (_phases(run), "black", "phase"),
-    ):
-        for number, step in enumerate(filter(None, steps)):
-            axes.axvline(step, color=color, ls="--", lw=0.8, label="" if number else label)
-    if bad := sorted(_bad_steps(run)):
+    steps, samples = run.column("samples")
+    marks = [("started again", "gray", event.get("step")) for event in run.starts()[1:]]
+    rolled_back = (event for event in run.history if event.get("event") == "rolled_back")
+    marks += [("rolled back", "purple", event.get("step")) for event in rolled_back]
+    for phase in run.setting("phases", []):
+        at = np.interp(phase.get("start", 0), [0, *samples], [0, *steps])
+        marks.append(("phase", "black", phase.get("step", at)))
+    for label, color, step in marks:
+        is_new = label not in axes.get_legend_handles_labels()[1]
+        if step:
+            axes.axvline(step, color=color, ls="--", lw=0.8, label=label if is_new else "")
+    if bad := run.bad_steps():
         style = {"color": "crimson", "ms": 14, "mew": 2, "clip_on": False, "label": "bad step"}
         axes.plot(bad, [0] * len(bad), "|", transform=axes.get_xaxis_transform(), **style)
     axes.legend(frameon=False, fontsize=8, loc="upper right")
 
 
-def _diagrams(run: Run) -> Iterator[str]:
-    """Loads of experts, the pipeline's clock, and a mask that is more than causal."""
-    if _layers(run):
-        yield _svg(_loads_figure(run, f"{run.name}: load of each expert"))
-    if run.setting("mesh.pp", 1) > 1:
-        yield _pipeline(run)
-    if run.setting("data.doc_ids") is True:
-        ends = np.searchsorted([10, 18], np.arange(24), side="right")
-        mask = np.tril(ends[:, None] == ends)
-        figure = _figure("Who attends to whom, of three documents in a row", 6, 4.5)
-        axes = figure.subplots()
-        axes.imshow(mask, cmap="Blues")
-        axes.set(xlabel="key position", ylabel="query position")
-        yield _svg(figure, "half")
-
-
-def _layers(run: Run) -> list[str]:
-    return [name for name in run.names() if name.startswith(LOAD)]
-
-
 def _loads_figure(run: Run, title: str) -> Figure:
     """A panel for each layer: experts over steps, tokens over their mean as a color."""
-    layers = _layers(run)
+    layers = run.names(f"{LOAD}.+")
     figure = _figure(title, 11, 1.5 + len(layers))
-    from matplotlib.colors import LogNorm
-
     panels = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
-    style = {"cmap": "RdBu_r", "norm": LogNorm(1 / MOST_LOAD, MOST_LOAD)}
     for axes, layer in zip(panels, layers, strict=True):
         rows = [row for row in run.rows if isinstance(row.get(layer), list)]
         rows = [row for row in rows if len(row[layer]) == len(rows[-1][layer])]
         loads = np.array([[_number(load) for load in row[layer]] for row in rows]).T
-        loads = np.maximum(loads, 1e-6)  # a logarithm has no 0
         area = (rows[0]["step"], rows[-1]["step"] + 1, len(loads) - 0.5, -0.5)  # a row is a column
-        axes.imshow(loads, extent=area, aspect="auto", interpolation="nearest", **style)
+        # In doublings, from a quarter of the mean to four times it; a logarithm has no 0.
+        style = {"cmap": "RdBu_r", "vmin": -2, "vmax": 2, "interpolation": "nearest"}
+        axes.imshow(np.log2(np.maximum(loads, 0.01)), extent=area, aspect="auto", **style)
         axes.set_ylabel(_clean(layer.removeprefix(LOAD).removesuffix(".feed_forward")), fontsize=8)
         axes.locator_params(integer=True)
     panels[-1].set_xlabel("optimizer step")
     scale = figure.colorbar(panels[0].images[0], ax=panels, extend="both")
-    scale.set_ticks([1 / MOST_LOAD, 1, MOST_LOAD], labels=["idle: 1/4", "even", "4 times the mean"])
-    scale.minorticks_off()
+    scale.set_ticks([-2, 0, 2], labels=["idle: 1/4", "even", "4 times the mean"])
     return figure
 
 
@@ -573,65 +557,30 @@ def _pipeline(run: Run) -> str:
     """Who works on what in a step, on a simulated clock: stages cost the same, messages nothing."""
     from forgekit.parallel.pipeline.schedule import timeline
 
-    stages, schedule = run.setting("mesh.pp"), run.setting("pipeline_schedule") or "1f1b"
-    ranks = [event["ranks"] for event in run.events("started") if "ranks" in event] or [stages]
+    stages, schedule = run.setting("mesh.pp", 1), run.setting("pipeline_schedule", "1f1b")
     sharing = math.prod(run.setting(f"mesh.{name}", 1) for name in ("pp", "cp", "tp"))
-    rows = run.setting("batch_size", 1) * max(ranks[-1] // sharing, 1)
+    ranks = (run.starts() or [{}])[-1].get("ranks", stages)
+    rows = run.setting("batch_size", 1) * max(ranks // sharing, 1)
     count = max(run.setting("global_batch_size", 2 * stages * rows) // rows, 1)
-    if count * stages > 512:
-        return _note(f"{count} micro-batches on {stages} stages are too many to draw.")
+    count = min(count, max(MOST_WORK // stages, 2 * stages))
     clock = timeline(schedule, stages, count)
     title = f"Pipeline {schedule}, {count} micro-batches, simulated: bubble {clock.bubble:.1%}"
-    figure = _figure(f"{run.name}: {title}", 11, 1.4 + stages / 4)
+    figure = _figure(f"{run.folder}: {title}", 11, 1.4 + stages / 4)
     axes = figure.subplots()
-    kinds = {"F": "forward", "B": "backward", "I": "to inputs", "W": "to weights"}
-    for kind, color in zip(
-        kinds, ("tab:blue", "tab:green", "tab:olive", "tab:orange"), strict=True
+    for kind, label, color in (
+        ("F", "forward", "tab:blue"),
+        ("B", "backward", "tab:green"),
+        ("I", "to inputs", "tab:olive"),
+        ("W", "to weights", "tab:orange"),
     ):
-        for number, i in enumerate(i for i in clock.intervals if i.work.kind == kind):
-            span, label = (i.start, i.end - i.start), "" if number else kinds[kind]
-            place = (i.rank - 0.45, 0.9)
-            axes.broken_barh([span], place, color=color, edgecolor="white", label=label)
+        for work in (one for one in clock.intervals if one.work.kind == kind):
+            spans, box = [(work.start, work.end - work.start)], (work.rank - 0.45, 0.9)
+            axes.broken_barh(spans, box, color=color, edgecolor="white", label=label)
+            label = ""
     axes.invert_yaxis()
     axes.set(xlabel="time, in forward passes of one stage", ylabel="rank")
     axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
     return _svg(figure)
-
-
-# Numbers
-
-
-def _number(value: Any) -> float:
-    """A number that can be drawn, else NaN."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < LARGEST else math.nan
-
-
-def _losses(run: Run) -> list[str]:
-    """Losses with a finite value, that of training first."""
-    names = [n for n in run.names() if re.fullmatch("train/loss|eval/.+/loss", n)]
-    return [n for n in sorted(names, key="train/loss".__ne__) if len(run.finite(n))]
-
-
-def _bad_steps(run: Run) -> set[int]:
-    """Steps in ``bad_steps.jsonl``; without it rows that count some."""
-    steps, skipped = run.column("train/skipped")
-    listed = {bad["step"] for bad in run.files["bad_steps"] if isinstance(bad.get("step"), int)}
-    return listed or {int(step) for step in steps[skipped > 0]}
-
-
-def _phases(run: Run) -> Iterator[float]:
-    """Steps at which the phases of the configuration begin."""
-    steps, samples = run.column("samples")
-    for phase in run.setting("phases") or ():
-        at = np.interp(phase.get("start", 0), [0, *samples], [0, *steps])
-        yield float(phase.get("step", at))
-
-
-def _over_steps(run: Run, metric: str) -> float:
-    """A number of each step, summed over all steps up to the last row."""
-    steps, values = run.column(metric)
-    return float(np.nansum(values * np.diff(steps, prepend=min([0, *steps[:1]]))))
 
 
 def _trend(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -647,6 +596,14 @@ def _trend(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             around = values[i - min(i, half) : i + min(i, half) + 1]
             trend[column] = np.median(around[np.isfinite(around)])
     return at, trend
+
+
+# Numbers and text
+
+
+def _number(value: Any) -> float:
+    """A number that can be drawn, else NaN."""
+    return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else math.nan
 
 
 def _by_number(name: str) -> list[str | int]:
@@ -671,9 +628,6 @@ def _short(value: Any) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
-# Text
-
-
 def _table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
     head = "".join(f"<th>{_text(name)}</th>" for name in heads)
     lines = ("".join(f"<td>{_text(cell)}</td>" for cell in row) for row in rows)
@@ -683,8 +637,7 @@ def _table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
 def _listed(records: Sequence[Mapping[str, Any]]) -> str:
     """The last records as a table of all their keys."""
     keys = list(dict.fromkeys(key for record in records[-EVENTS:] for key in record))
-    rows = ([_short(record.get(key)) for key in keys] for record in records[-EVENTS:])
-    return _table(keys, rows)
+    return _table(keys, ([_short(one.get(key)) for key in keys] for one in records[-EVENTS:]))
 
 
 def _note(text: str) -> str:
@@ -698,11 +651,3 @@ def _text(value: object) -> str:
 def _clean(value: object) -> str:
     """Text without characters that HTML and fonts do not have."""
     return NOT_TEXT.sub("\ufffd", str(value))
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", _short(value)

@@ -8,9 +8,12 @@ cross-entropy, and clipping and updates are torch's too.
 from __future__ import annotations
 
 import os
+import resource
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -251,6 +254,19 @@ def train(state: Any, steps: int) -> Any:
         state.optimizer.step()
         state = donate(state, step=state.step + 1, samples=state.samples + 4)
     return state
+
+
+@contextmanager
+def room(size: int) -> Iterator[None]:
+    """A disk on which a file may have so many bytes: it takes the first part of what is longer."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 def run_with_torchao(code: str, *arguments: str) -> None:

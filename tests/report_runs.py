@@ -12,24 +12,14 @@ CONFIG = {
     "pipeline_schedule": "interleaved_1f1b",
     "data": {"doc_ids": True},
     "mesh": {"pp": 2, "cp": 2},
-    "model": {"dim": 64},
 }
 
 
 def rows_of(count, scale=1.0):
+    measured = {"perf/tokens_per_second": 1000.0, "perf/step_seconds": 90.0, "train/skipped": 0}
     return [
-        {
-            "step": step,
-            "samples": 8 * step,
-            "train/loss": scale * (2 + 5 / step),
-            "train/grad_norm": 1 / step,
-            "train/lr": 1e-3 / step,
-            "train/skipped": 0,
-            "perf/tokens_per_second": 1000.0 + step,
-            "perf/step_seconds": 0.5,
-            "perf/data_wait_seconds": 0.125,
-            "memory/peak_gib": 1.5,
-        }
+        {"step": step, "samples": 8 * step, "train/loss": scale * (2 + 5 / step)}
+        | {"train/grad_norm": 1 / step, "train/lr": 1e-3 / step, **measured}
         for step in range(1, count + 1)
     ]
 
@@ -46,16 +36,14 @@ def write_run(out):
     rows[9] |= {"train/loss": None, "train/skipped": 1}
     for row in rows[4::5]:
         row["moe/load/layers.1.feed_forward"] = [0.0, 1.0, 3.0]
-        row["moe/load_max"] = 3.0
         row["eval/held_out/loss"] = 2.5 + 1 / row["step"]
     for row in rows:
         row |= {f"source/{name}/loss": 2.0 + len(name) for name in ("code", "prose")}
-        row |= {"source/code/targets": 30, "source/prose/targets": 10}
         row["own/metric"] = row["step"] ** 2.0
     lines(out / "metrics.jsonl", rows)
     (out / "config.json").write_text(json.dumps(CONFIG))
     (out / "status.json").write_text('{"status": "failed", "reason": "OSError: <oh>", "step": 40}')
-    started = {"event": "started", "ranks": 8, "time": "2026-01-02T03:04:05+00:00"}
+    started = {"event": "started", "ranks": 8, "device": "cuda", "parameters": 124_500_000}
     history = [started | {"step": 0}, started | {"step": 25}, {"event": "failed", "step": 40}]
     lines(out / "history.jsonl", history)
     lines(out / "bad_steps.jsonl", [{"step": 10, "loss": None, "rows": [7], "spike": False}])

@@ -117,9 +117,10 @@ def generate(
         if ranks.are_several:  # where the error of an embedding would leave the others waiting
             _check_ids(model, rows)
         device = rows[0].device if rows else next(model.parameters()).device
-        endings = [_ending(ids, device) for ids in stop]
+        ending_ids = [*stop] if eos_id is None else [*stop, [eos_id]]
+        endings = [_ending(ids, device) for ids in ending_ids]
         uniforms = _uniforms(seed, samples, len(rows), max_new_tokens)
-        text = _Text.of(rows, uniforms, device)
+        text = _Text(rows, uniforms, device)
         _check_longest(model, text, log_probs)
     ranks.check_alike(text, [draw, stop])
     with (
@@ -128,7 +129,7 @@ def generate(
         torch.compiler.set_stance("force_eager"),  # every length is new
         ExitStack() as caches,
     ):
-        _continue(_Reader.of(model, layout, text, caches), draw, endings, ranks)
+        _continue(_Reader(model, layout, text, caches), draw, endings, ranks)
     with ranks.raising_together():
         if bad := text.is_bad.nonzero().flatten().tolist():
             raise ValueError(
@@ -165,40 +166,29 @@ def write_sample(
     return text
 
 
-@attrs.define(eq=False)
 class _Text:
-    """The rows as they grow, and what is known of each.
+    """The rows as they grow.
 
     Attributes:
         ids: ``[b s+n]``, each row from its first position on.
         lengths: ``[b]`` tokens of each prompt.
         longest: The largest of them, as a number.
+        made: New tokens so far.
+        uniforms: ``[b n]`` float64, what each token is drawn with.
         log_probs: ``[b n]`` of the new tokens.
         ends: ``[b]`` new tokens up to the end of a row; n for a row that has not ended.
-        uniforms: ``[b n]`` float64, what each token is drawn with.
         is_bad: ``[b]`` bool, rows whose logits were not finite.
-        made: New tokens so far.
     """
 
-    ids: Tensor
-    lengths: Tensor
-    longest: int
-    log_probs: Tensor
-    ends: Tensor
-    uniforms: Tensor
-    is_bad: Tensor
-    made: int = 0
-
-    @classmethod
-    def of(cls, rows: list[Tensor], uniforms: Tensor, device: torch.device) -> _Text:
+    def __init__(self, rows: list[Tensor], uniforms: Tensor, device: torch.device) -> None:
         sizes, room = [len(row) for row in rows], uniforms.shape[1]
-        longest = max(sizes, default=0)
-        lengths = torch.tensor(sizes, dtype=torch.int64, device=device)
-        padded = [F.pad(row, (0, longest - len(row) + room)) for row in rows]
-        ids = torch.stack(padded) if padded else lengths.new_zeros(0, room)
-        likely, is_bad = torch.zeros(uniforms.shape, device=device), torch.zeros_like(lengths) > 0
-        ends, uniforms = torch.full_like(lengths, room), uniforms.to(device)
-        return cls(ids, lengths, longest, likely, ends, uniforms, is_bad)
+        self.longest, self.made = max(sizes, default=0), 0
+        self.lengths = torch.tensor(sizes, dtype=torch.int64, device=device)
+        padded = [F.pad(row, (0, self.longest - len(row) + room)) for row in rows]
+        self.ids = torch.stack(padded) if padded else self.lengths.new_zeros(0, room)
+        self.uniforms, self.log_probs = uniforms.to(device), torch.zeros(uniforms.shape).to(device)
+        self.ends = torch.full_like(self.lengths, room)
+        self.is_bad = torch.zeros_like(self.lengths, dtype=torch.bool)
 
     def last(self, count: int = 1) -> Tensor:
         """The last tokens of each row, ``[b count]``."""
@@ -271,61 +261,42 @@ def _keep_likely(logits: Tensor, share: float) -> Tensor:
     return logits.masked_fill(is_out, float("-inf"))
 
 
-@attrs.define(eq=False)
 class _Reader:
     """Runs a model over the text: all of it, or with caches what is new."""
 
-    model: nn.Module
-    layout: Layout
-    text: _Text
-    caches: ExitStack
-    new: NewPositions | None
-    window: int
-
-    @classmethod
-    def of(cls, model: nn.Module, layout: Layout, text: _Text, caches: ExitStack) -> _Reader:
-        window = (layout.longest or 2**31) // layout.sequence * layout.sequence
-        new = NewPositions(min(window, text.ids.shape[1]))
+    def __init__(self, model: nn.Module, layout: Layout, text: _Text, caches: ExitStack) -> None:
+        self.model, self.layout, self.text, self._caches = model, layout, text, caches
+        self._window = (layout.longest or 2**31) // layout.sequence * layout.sequence
+        new = NewPositions(min(self._window, text.ids.shape[1]))
         sockets = cache_sockets(model, new)
+        self._new = new if sockets else None
         caches.enter_context(with_sockets(model, sockets))
-        return cls(model, layout, text, caches, new if sockets else None, window)
 
     def __call__(self) -> Tensor:
         """Logits of the token that comes next in each row, ``[b v]`` float32 or wider."""
-        if self.new is not None and self.text.longest + self.text.made > self.new.room:
-            self.caches.close()  # and the rest as a model without caches
-            self.new = None
-        if self.new is None:
-            return self._all()
-        return self._one(self.new) if self.text.made else self._prompts(self.new)
+        text, end = self.text, self.text.longest + self.text.made
+        if self._new is not None and end > self._new.room:
+            self._caches.close()  # and the rest as a model without caches
+            self._new = None
+        if (new := self._new) is None:
+            # The last tokens that fit; padding behind them changes nothing before it.
+            ends, width = text.lengths + text.made, min(end, self._window)
+            firsts = (ends - width).clamp(min=0)
+            columns = firsts[:, None] + torch.arange(width, device=firsts.device)
+            return self._logits(text.ids.gather(1, columns), ends - firsts - 1)
+        if text.made == 0:
+            new.count, new.at, new.mask = text.longest, None, None
+            return self._logits(text.ids[:, : text.longest], text.lengths - 1, has_head=True)
+        new.end, new.at = end, text.lengths + (text.made - 1)
+        at = new.at[:, None]
+        new.mask = (torch.arange(end, device=at.device) <= at)[:, None, None]
+        positions = at.expand(-1, self._padded(1))
+        return self._logits(text.last(), torch.zeros_like(new.at), position_ids=positions)
 
     def stand_in(self) -> None:
         """Run the model once for ranks that go on: those that share its weights run together."""
-        self.caches.close()
+        self._caches.close()
         self.model(torch.zeros(1, self._padded(1), dtype=torch.int64, device=self.text.ids.device))
-
-    def _all(self) -> Tensor:
-        """Run the last tokens that fit; padding behind them changes nothing before it."""
-        text = self.text
-        ends = text.lengths + text.made
-        width = min(text.longest + text.made, self.window)
-        firsts = (ends - width).clamp(min=0)
-        columns = firsts[:, None] + torch.arange(width, device=firsts.device)
-        return self._logits(text.ids.gather(1, columns), ends - firsts - 1)
-
-    def _prompts(self, new: NewPositions) -> Tensor:
-        text = self.text
-        new.count, new.at, new.mask = text.longest, None, None
-        return self._logits(text.ids[:, : text.longest], text.lengths - 1, has_head=True)
-
-    def _one(self, new: NewPositions) -> Tensor:
-        text = self.text
-        new.end = text.longest + text.made
-        new.at = text.lengths + (text.made - 1)
-        at = new.at[:, None]
-        new.mask = (torch.arange(new.end, device=at.device) <= at)[:, None, None]
-        positions = at.expand(-1, self._padded(1))
-        return self._logits(text.last(), torch.zeros_like(new.at), position_ids=positions)
 
     def _padded(self, positions: int) -> int:
         return -(-positions // self.layout.sequence) * self.layout.sequence
@@ -395,7 +366,6 @@ def _continue(read: _Reader, draw: _Draw, endings: list[Tensor], ranks: _Ranks) 
     text = read.text
     rows, room = text.uniforms.shape
     ended = torch.zeros_like(text.is_bad)
-    can_end = draw.eos_id is not None or bool(endings)
     goes_on = rows > 0 and room > 0
     while ranks.any(goes_on, text.ids.device):
         if not goes_on:
@@ -409,19 +379,14 @@ def _continue(read: _Reader, draw: _Draw, endings: list[Tensor], ranks: _Ranks) 
         text.append(chosen)
         if likely is not None:
             text.log_probs[:, number] = likely.masked_fill(ended, 0.0)
-        is_end = _is_end(text, chosen, draw.eos_id, endings)
+        is_end = torch.zeros_like(ended)
+        for ids in endings:
+            if len(ids) <= text.made:  # a prompt's tokens end no row
+                is_end |= (text.last(len(ids)) == ids).all(1)
         text.ends = torch.where(is_end & ~ended, number + 1, text.ends)
         ended = ended | is_end
         # Looking at `ended` makes the host wait, so only where a row can end before the others.
-        goes_on = text.made < room and not (can_end and bool(ended.all()))
-
-
-def _is_end(text: _Text, chosen: Tensor, eos_id: int | None, endings: list[Tensor]) -> Tensor:
-    is_end = chosen == eos_id if eos_id is not None else torch.zeros_like(chosen, dtype=torch.bool)
-    for ids in endings:
-        if len(ids) <= text.made:  # a prompt's tokens end no row
-            is_end = is_end | (text.last(len(ids)) == ids).all(1)
-    return is_end
+        goes_on = text.made < room and not (endings and bool(ended.all()))
 
 
 def _rows(prompts: Any, *, may_be_empty: bool) -> list[Tensor]:

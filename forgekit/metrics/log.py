@@ -31,7 +31,7 @@ from forgekit.checks import check_integers, counted
 from forgekit.mesh import process_rank
 from forgekit.metrics.flops import Utilization
 from forgekit.metrics.progress import Bar, Lines, short_number
-from forgekit.metrics.records import RowFile, Step, append_bad_steps
+from forgekit.metrics.records import BAD_STEPS, RowFile, Step, append_bad_steps
 from forgekit.metrics.trackers import GuardedTracker, Tracker
 from forgekit.state import TrainState
 from forgekit.tensors import local
@@ -135,19 +135,18 @@ class MetricsLog:
         self._every, self._start, self._total = every, start_step, total
         self.step, self.samples = start_step, start_samples
         self._loader, self._utilization = loader, utilization
-        self._out, self._bad_steps = Path(out), Path(out) / "bad_steps.jsonl"
+        self._out = Path(out)
         self._file = RowFile(self._out, start_step) if is_writer else None
-        self._display: Lines | Bar | None = None
-        if is_writer and sys.stderr is not None:
-            self._display = Lines(Steady(sys.stderr), total)
+        self._stream = Steady(sys.stderr) if is_writer and sys.stderr is not None else None
+        self._display: Lines | Bar = Lines(self._stream, total)
         guarded = trackers if is_writer else ()
         self._trackers = [GuardedTracker(tracker, self.message) for tracker in guarded]
         self._config = {} if config is None else config
         self._restart(start_step)
 
     def __enter__(self) -> Self:
-        if self._display is not None and sys.stderr.isatty():
-            self._display = Bar(Steady(sys.stderr), self._start, self._total)
+        if self._stream is not None and sys.stderr.isatty():
+            self._display = Bar(self._stream, self._start, self._total)
         return self
 
     def __exit__(self, error: type[BaseException] | None, *exception: object) -> None:
@@ -167,8 +166,7 @@ class MetricsLog:
         trackers, self._trackers = self._trackers, []
         for tracker in trackers:
             tracker.close()
-        if self._display is not None:
-            self._display.close()
+        self._display.close()
         if self._file is not None:
             self._file.close()
 
@@ -185,9 +183,7 @@ class MetricsLog:
         Raises:
             ValueError: If a metric is not 0-d.
         """
-        kept = {name: metrics[name] for name in OF_EACH_STEP if name in metrics.keys()}  # noqa: SIM118
-        step = Step(state.step, self.samples, state.samples, state.skips, kept)
-        self._window.steps.append(step)
+        self._window.add(state, self.samples, metrics)
         self.step, self.samples = state.step, state.samples
         row = None
         if state.step % self._every == 0 or state.step == self._total:
@@ -195,10 +191,9 @@ class MetricsLog:
             self._write(row)
             self._window = self._new_window()
         self._window.called = time.perf_counter()
-        if self._display is not None:
-            self._display.step(state.step)
-            if row is not None:
-                self._display.row(row)
+        self._display.step(state.step)
+        if row is not None:
+            self._display.row(row)
         return row
 
     def rewind(self, state: TrainState) -> None:
@@ -209,8 +204,7 @@ class MetricsLog:
             self._file.close()
             self._file = RowFile(self._out, state.step)
         self._restart(state.step)
-        if self._display is not None:
-            self._display.step(state.step)
+        self._display.step(state.step)
 
     def event(
         self,
@@ -261,33 +255,29 @@ class MetricsLog:
 
         Control characters are escaped. A terminal that has gone away is no error.
         """
-        if self._display is not None:
-            self._display.message(printable(text))
+        self._display.message(printable(text))
 
     def _read_row(self, state: TrainState, metrics: TensorDictBase) -> dict[str, Any]:
         """Bring the numbers of the window to the host, where the row is made of them."""
         device, window = metrics["loss"].device, self._window
-        named: dict[str, Any] = {
-            name if "/" in name else f"train/{name}": value for name, value in metrics.items()
-        }
+        named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
         named["train/skipped_in_a_row"] = state.skipped.to(device)
-        host = torch.cat([_stacked(named), window.numbers().flatten()]).cpu()
+        # The one copy, and the one time that the host waits for the device.
+        host = torch.cat([_stacked(named), window.stacked().flatten()]).cpu()
         seconds = time.perf_counter() - window.began - window.excluded
         numbers = dict(zip(named, host[: len(named)].tolist(), strict=True))
-        by_name = window.by_name(host[len(named) :])
-        numbers |= _sums(by_name)
-        if numbers["train/skipped"] and self._file is not None:
-            append_bad_steps(self._bad_steps, window.steps, by_name, self._loader)
+        of_steps = window.by_name(host[len(named) :])
+        self._record_bad_steps(of_steps)
+        numbers |= _sums(of_steps)
         count = len(window.steps)
-        times = {"step_seconds": seconds / count}
+        times = {"perf/step_seconds": seconds / count}
         if self._loader is not None:
-            times["data_wait_seconds"] = (waited(self._loader) - window.waited) / count
+            times["perf/data_wait_seconds"] = (waited(self._loader) - window.waited) / count
         spread = {}
         if state.mesh is not None and state.mesh.size() > 1:
-            for kind, each in zip(
-                ("min", "mean", "max"), over_ranks([*times.values()], state), strict=True
-            ):
-                spread |= {f"perf/{n}_{kind}": s for n, s in zip(times, each, strict=True)}
+            kinds = zip(("min", "mean", "max"), over_ranks([*times.values()], state), strict=True)
+            for kind, each in kinds:
+                spread |= {f"{name}_{kind}": s for name, s in zip(times, each, strict=True)}
         ideal = {}
         if self._utilization is not None and window.first is not None:
             ideal = self._utilization.ideal(window.first, state.samples)
@@ -295,8 +285,8 @@ class MetricsLog:
             "step": state.step,
             "samples": state.samples,
             **{name: int(n) if _is_count(name, n) else n for name, n in numbers.items()},
-            "perf/tokens_per_second": float(by_name["targets"].sum()) / seconds,
-            **{f"perf/{name}": value for name, value in times.items()},
+            "perf/tokens_per_second": float(of_steps["targets"].sum()) / seconds,
+            **times,
             **spread,
             **memory_of(state, device),
             **{name: best / seconds for name, best in ideal.items()},
@@ -312,12 +302,18 @@ class MetricsLog:
     def _record_rest(self) -> None:
         """Write down the bad steps since the last row; no row of a resumed run counts them."""
         window = self._window
-        if self._file is None or not window.steps:
-            return
-        by_name = window.by_name(window.numbers().cpu())
-        if bad := int(by_name["skipped"].sum()):
-            append_bad_steps(self._bad_steps, window.steps, by_name, self._loader)
-            self.message(f"{counted(bad, 'bad step')} since the last row, in {self._bad_steps}")
+        if self._file is not None and window.steps:
+            bad = self._record_bad_steps(window.by_name(window.stacked().cpu()))
+            if bad:
+                path = self._out / BAD_STEPS
+                self.message(f"{counted(bad, 'bad step')} since the last row, in {path}")
+
+    def _record_bad_steps(self, of_steps: Mapping[str, Tensor]) -> int:
+        """Write down the bad ones of a window's steps, and count them."""
+        bad = int(of_steps["skipped"].sum())
+        if bad and self._file is not None:
+            append_bad_steps(self._out, self._window.steps, of_steps, self._loader)
+        return bad
 
     def _restart(self, step: int) -> None:
         """Begin after a step, at the start or where the run goes back to."""
@@ -340,7 +336,8 @@ class _Window:
         first: Samples before it; None if they are not known.
         waited: Seconds that the loader had made its user wait before it.
         excluded: Seconds in which there was no training.
-        steps: Each step, with its metrics on the device.
+        steps: Of each step its number, the samples before and after it, and what is left out.
+        metrics: Those of each step, on the device, by name.
     """
 
     began: float
@@ -349,17 +346,21 @@ class _Window:
     waited: float
     excluded: float = 0.0
     steps: list[Step] = attrs.field(factory=list)
+    metrics: dict[str, list[Tensor]] = attrs.field(factory=dict)
 
-    def numbers(self) -> Tensor:
+    def add(self, state: TrainState, first: int | None, metrics: TensorDictBase) -> None:
+        self.steps.append((state.step, first, state.samples, state.skips))
+        for name in OF_EACH_STEP:
+            if (value := metrics.get(name, None)) is not None:
+                self.metrics.setdefault(name, []).append(value)
+
+    def stacked(self) -> Tensor:
         """``[names steps]`` float64 on the device."""
-        names = self.steps[0].metrics
-        columns = [torch.stack([step.metrics[name] for step in self.steps]) for name in names]
-        return torch.stack([column.double() for column in columns])
+        return torch.stack([torch.stack(values).double() for values in self.metrics.values()])
 
     def by_name(self, numbers: Tensor) -> dict[str, Tensor]:
         """The numbers, on the host, as ``[steps]`` by metric."""
-        table = numbers.view(-1, len(self.steps))
-        return dict(zip(self.steps[0].metrics, table, strict=True))
+        return dict(zip(self.metrics, numbers.view(-1, len(self.steps)), strict=True))
 
 
 def _sums(by_name: Mapping[str, Tensor]) -> dict[str, float]:

@@ -17,7 +17,6 @@ from forgekit.files import write_atomic
 from forgekit.mesh import process_rank, rank_name
 from forgekit.metrics.log import Waits, over_ranks, waited
 from forgekit.state import TrainState
-from forgekit.steps.ranges import PREFIX
 
 PARTS = (
     ("step", "the sum of the next four"),
@@ -118,8 +117,7 @@ class Profile:
         profiler = self._end(folder, rank_name(state.mesh))
         events = profiler.events() or ()
         times = [seconds / self._steps for seconds in _times(events, whole, data_wait)]
-        table = _table(over_ranks(times, state), f"steps {self._first} to {last}")
-        text = "\n".join([table, "", *_ranges(events, self._steps), ""])
+        text = _table(over_ranks(times, state), f"steps {self._first} to {last}")
         if process_rank() == 0:
             write_atomic(folder / "table.txt", text.encode())
         return text
@@ -188,14 +186,4 @@ def _table(times: Sequence[Sequence[float]], title: str) -> str:
     for (name, note), least, mean, most in zip(PARTS, *times, strict=True):
         numbers = "".join(f"{1e3 * number:10.2f}" for number in (least, mean, most))
         lines.append(f"{name:<35}{numbers} {mean / times[1][0]:7.1%}   {note}")
-    return "\n".join(lines)
-
-
-def _ranges(events: Sequence[Any], steps: int) -> list[str]:
-    """Time inside of each named part, on this rank; parts are inside of each other."""
-    seconds: dict[str, float] = {}
-    for event in events:
-        if event.name.startswith(PREFIX) and event.device_type == torch.autograd.DeviceType.CPU:
-            length = (event.time_range.end - event.time_range.start) * 1e-3
-            seconds[event.name] = seconds.get(event.name, 0.0) + length
-    return [f"{name:<45}{total / steps:10.2f} ms per step" for name, total in seconds.items()]
+    return "\n".join([*lines, ""])

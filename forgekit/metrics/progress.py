@@ -14,9 +14,9 @@ PAIRS = ("margin", "accuracy")
 
 
 class Lines:
-    """Progress where there is no terminal: a line per row."""
+    """Progress where there is no terminal: a line per row; without a stream nothing."""
 
-    def __init__(self, stream: Steady, total: int | None) -> None:
+    def __init__(self, stream: Steady | None, total: int | None) -> None:
         self._stream, self._total = stream, total
 
     def step(self, step: int) -> None:
@@ -29,8 +29,9 @@ class Lines:
 
     def message(self, text: str) -> None:
         """Print a line."""
-        self._stream.write(f"{text}\n")
-        self._stream.flush()
+        if self._stream is not None:
+            self._stream.write(f"{text}\n")
+            self._stream.flush()
 
     def close(self) -> None:
         """Nothing is open."""

@@ -10,14 +10,18 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import attrs
 from torch import Tensor
 
 from forgekit.checks import parse_json
 from forgekit.files import append_lines, lines_backwards, overwrite, read_regular
+
+BAD_STEPS = "bad_steps.jsonl"
+Step = tuple[int, int | None, int, tuple[tuple[int, int], ...]]
+"""A step, 1 is the first; samples consumed before it, None if not known, and after it; skips."""
 
 
 def finite(value: Any) -> Any:
@@ -116,32 +120,13 @@ def _line(row: Mapping[str, Any]) -> bytes:
     return f"{json.dumps(finite(row), allow_nan=False)}\n".encode()
 
 
-@attrs.frozen
-class Step:
-    """A step that may turn out to have been bad.
-
-    Attributes:
-        step: As in ``metrics.jsonl``: 1 is the first.
-        first: Samples consumed before it; None if they are not known.
-        stop: Samples consumed after it.
-        skips: Those of the state.
-        metrics: 0-d tensors, on the device.
-    """
-
-    step: int
-    first: int | None
-    stop: int
-    skips: tuple[tuple[int, int], ...]
-    metrics: dict[str, Tensor]
-
-
 def append_bad_steps(
-    path: Path, steps: Sequence[Step], numbers: Mapping[str, Tensor], loader: Any = None
+    run: Path, steps: Sequence[Step], numbers: Mapping[str, Tensor], loader: Any = None
 ) -> None:
     """Write down which samples bad steps had, so that they can be looked at and replayed.
 
     Args:
-        path: The file to append to.
+        run: The run directory.
         steps: Good ones and bad ones.
         numbers: Their metrics by name, each ``[steps]`` on the host; ``skipped`` marks bad steps.
         loader: Its ``locate(first, stop)``, if it has one, gives the source, None if there is only
@@ -149,21 +134,21 @@ def append_bad_steps(
     """
     lines = []
     for index in numbers["skipped"].nonzero().flatten().tolist():
-        step = steps[index]
+        step, first, stop, skips = steps[index]
         record = {
-            "step": step.step,
-            "samples": [step.first, step.stop],
-            "skips": step.skips,
+            "step": step,
+            "samples": [first, stop],
+            "skips": skips,
             "spike": "spikes" in numbers and bool(numbers["spikes"][index]),
             "loss": float(numbers["loss"][index]),
             "grad_norm": float(numbers["grad_norm"][index]),
             "script": getattr(sys.modules.get("__main__"), "__file__", None),
         }
-        if hasattr(loader, "locate") and step.first is not None:
-            sources, rows = zip(*loader.locate(step.first, step.stop), strict=True)
+        if hasattr(loader, "locate") and first is not None:
+            sources, rows = zip(*loader.locate(first, stop), strict=True)
             record |= {"rows": rows} if None in sources else {"sources": sources, "rows": rows}
         lines.append(json.dumps(finite(record), allow_nan=False))
-    append_lines(path, lines)
+    append_lines(run / BAD_STEPS, lines)
 
 
 def read_bad_steps(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -177,13 +162,8 @@ def read_bad_steps(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         after the last), ``skips`` (those of the state), ``spike``, ``loss`` and ``grad_norm`` (None
         if not finite), ``script``, and where the loader knows them ``rows`` and ``sources``.
     """
-    path = Path(run) / "bad_steps.jsonl"
-    if not path.exists():
-        return []
-    records = []
-    for line in read_regular(path).splitlines():
-        try:
+    path, records = Path(run) / BAD_STEPS, []
+    for line in read_regular(path).splitlines() if path.exists() else ():
+        with suppress(ValueError):  # cut short by a crash
             records.append(parse_json(line))
-        except ValueError:
-            continue  # cut short by a crash
     return records

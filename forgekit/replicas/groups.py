@@ -3,6 +3,10 @@
 torchft's lighthouse knows which groups are alive. Before each step it names those that take part
 (a *quorum*); one that is behind gets the state of one that is not. A group whose rank is lost is
 lost as a whole, and the groups that are left do the step again without it.
+
+A collective among the ranks of a group fails at once when one of them is gone, but a rank may wait
+for something else that will never come: the vote of that rank, in a server that knows nothing of
+it. So the ranks of a group hold a connection, the ``Lifeline``, which breaks with any of them.
 """
 
 from __future__ import annotations
@@ -10,7 +14,10 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any, Self, TypeVar
@@ -23,10 +30,13 @@ from forgekit.environment import require
 from forgekit.mesh import process_rank
 from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import world_of
-from forgekit.replicas.lifeline import Lifeline
 from forgekit.replicas.transfer import find_other, parts_of, take_parts
 from forgekit.state import TrainState
 from forgekit.steps.replicas import OneGroup, Part
+from forgekit.terminal import tell
+
+GRACE_S = 10.0
+"""How long a process whose group is lost may take to end by itself, as a failed collective does."""
 
 MEETINGS = 2**30
 """More than there are quorums in a run; see ``_rank_of``."""
@@ -242,3 +252,46 @@ class ReplicaGroup:
         largest = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.tolist()
+
+
+class Lifeline:
+    """Ends this process when another rank has ended without ``close``.
+
+    Every rank makes one; those of the same process group watch each other through the first.
+
+    Args:
+        rank: This rank.
+        world: Number of ranks.
+        lost: Called at once when a rank is gone, in a thread of its own.
+    """
+
+    def __init__(self, rank: int, world: int, lost: Callable[[], None]) -> None:
+        self._peers: list[socket.socket] = []
+        if world == 1:
+            return
+        host = socket.gethostname()
+        listener = socket.create_server((host, 0)) if rank == 0 else None
+        address = exchange(listener and listener.getsockname()[:2], world)[0]
+        if listener is None:
+            self._peers = [socket.create_connection(address)]
+        else:
+            self._peers = [listener.accept()[0] for _ in range(world - 1)]
+            listener.close()
+        for peer in self._peers:
+            threading.Thread(target=_watch, args=(peer, lost), daemon=True).start()
+
+    def close(self) -> None:
+        """Let this rank end without ending the others."""
+        for peer in self._peers:
+            with suppress(OSError):  # it has ended before
+                peer.sendall(b".")
+
+
+def _watch(peer: socket.socket, lost: Callable[[], None]) -> None:
+    with suppress(OSError):
+        if peer.recv(1) == b".":
+            return
+    lost()
+    time.sleep(GRACE_S)
+    tell("another rank of this group is gone, and this one still waited for it")
+    os._exit(1)

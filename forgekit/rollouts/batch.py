@@ -124,26 +124,12 @@ def rollout_batch(
         return _padding(rows or 1, pad_to or 1)
     if advantages is None:
         advantages = group_advantages(rewards, groups, scale=scale)
-    count = len(prompts)
-    given = {"generated.ids": generated.ids, "generated.log_probs": generated.log_probs}
-    given |= {"advantages": advantages, "trained": trained}
-    for name, values in given.items():
-        if values is not None and len(values) != count:
-            raise ValueError(f"{count} prompts came with {len(values)} {name}.")
-    by_answer = [versions] * count if versions is None or isinstance(versions, int) else versions
-    texts = [
-        _text(
-            number,
-            torch.as_tensor(prompts[number]),
-            torch.as_tensor(generated.ids[number]),
-            torch.as_tensor(generated.log_probs[number], dtype=torch.float32),
-            torch.as_tensor(advantages[number], dtype=torch.float32),
-            torch.as_tensor(float(rewards[number])),
-            torch.as_tensor(by_answer[number] or 0),
-            None if trained is None else trained[number],
-        )
-        for number in range(count)
-    ]
+    if versions is None or isinstance(versions, int):
+        versions = [versions or 0] * len(prompts)
+    trained = [None] * len(prompts) if trained is None else trained
+    columns_of = prompts, generated.ids, generated.log_probs, advantages, rewards, versions, trained
+    answers = enumerate(zip(*columns_of, strict=True))
+    texts = [_text(number, *answer) for number, answer in answers]
     sizes = [len(text["input_ids"]) for text in texts]
     width = pad_to or max(sizes)
     bins = pack(sizes, width, long="error")
@@ -222,8 +208,7 @@ FILLED = MappingProxyType({"labels": IGNORED, "doc_ids": -1})
 
 
 def _padding(rows: int, width: int) -> TensorDict:
-    token, nothing = torch.zeros(1, dtype=torch.int64), torch.zeros(0)
-    text = _text(0, token, token, nothing, nothing, nothing, nothing, None)
+    text = _text(0, [0], [0], [], [], 0.0, [], None)
     text["doc_ids"] = text["input_ids"]
     row = {n: F.pad(v, (0, width), value=FILLED.get(n, 0))[None] for n, v in text.items()}
     return TensorDict({name: values.repeat(rows, 1) for name, values in row.items()}, [rows])
@@ -231,21 +216,23 @@ def _padding(rows: int, width: int) -> TensorDict:
 
 def _text(
     number: int,
-    prompt: Tensor,
-    ids: Tensor,
-    log_probs: Tensor,
-    advantages: Tensor,
-    reward: Tensor,
-    versions: Tensor,
+    prompt: Any,
+    ids: Any,
+    log_probs: Any,
+    advantages: Any,
+    reward: Any,
+    versions: Any,
     trained: Any,
 ) -> dict[str, Tensor]:
     """The columns of one text, one position less than it has tokens."""
+    prompt, ids = torch.as_tensor(prompt).cpu(), torch.as_tensor(ids).cpu()
     new = len(ids) - len(prompt)
-    if not len(prompt) or new < 0 or not torch.equal(ids[: len(prompt)].cpu(), prompt.cpu()):
+    if not len(prompt) or new < 0 or not torch.equal(ids[: len(prompt)], prompt):
         raise ValueError(
             f"answer {number} has {len(ids)} ids that do not begin with its prompt of "
             f"{len(prompt)}; pass whole texts with the ids that were sampled, never encoded again."
         )
+    log_probs = torch.as_tensor(log_probs, dtype=torch.float32)
     if len(log_probs) != new or not log_probs.isfinite().all():
         raise ValueError(
             f"answer {number} has {new} new tokens and {int(log_probs.isfinite().sum())} finite "
@@ -257,18 +244,20 @@ def _text(
     labels = ids[1:].long()
     first = len(prompt) - 1  # the position that predicts the first new token
 
-    def at_new(values: Tensor, fill: float = 0) -> Tensor:
-        whole = torch.full((len(labels),), fill, dtype=values.dtype)
-        whole[first:] = torch.where(is_trained, values, fill)
+    def at_new(values: Any, dtype: torch.dtype, fill: int = 0) -> Tensor:
+        whole = torch.full((len(labels),), fill, dtype=dtype)
+        whole[first:] = torch.where(
+            is_trained, torch.as_tensor(values, dtype=dtype, device="cpu"), fill
+        )
         return whole
 
     return {
         "input_ids": ids[:-1].long(),
-        "labels": at_new(labels[first:], IGNORED),
-        "log_probs": at_new(log_probs),
-        "advantages": at_new(advantages),
-        "rewards": at_new(reward),
-        "versions": at_new(versions.long()),
-        "lengths": at_new(is_trained.sum()),
+        "labels": at_new(labels[first:], torch.int64, IGNORED),
+        "log_probs": at_new(log_probs, torch.float32),
+        "advantages": at_new(advantages, torch.float32),
+        "rewards": at_new(float(reward), torch.float32),
+        "versions": at_new(versions, torch.int64),
+        "lengths": at_new(is_trained.sum(), torch.int64),
         "position_ids": torch.arange(len(labels)),
     }

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from forgekit.checks import check_choice, parse_json, path_of
+from forgekit.checks import check_choice, flat, parse_json, path_of
 from forgekit.files import (
     UNSUPPORTED,
     append_lines,
@@ -242,16 +242,8 @@ def keep_config(out: Path, config: Mapping[str, Any], state: TrainState) -> str:
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
     """Old and new value of each dotted key that differs; null where a key is not there."""
-    old, new = dict(_flat(before)), dict(_flat(after))
+    old, new = dict(flat(before)), dict(flat(after))
     return {key: [old.get(key), new.get(key)] for key in old | new if old.get(key) != new.get(key)}
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _show(value: Any) -> str:

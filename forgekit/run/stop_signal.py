@@ -148,7 +148,7 @@ class StopSignal:
         Looks at the clock, the stop file and the parent process only while there is no reason yet.
         """
         if signal.SIGALRM in self._previous:  # data come, so they may take their time again
-            self._set_alarm(self._patience_s)
+            self._set_alarm()
         if self._reason is None:
             self._reason = self._look()
         return 0.0 if self._reason is None else 1.0
@@ -226,20 +226,20 @@ class StopSignal:
             self._signalled = time.monotonic()
             # Only a signal handler can interrupt the main thread while it waits for data.
             self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._look_at_data)
-            self._set_alarm(self._patience_s)
+            self._set_alarm()
             atexit.register(self.close)  # after that Python lets an alarm end the process
 
-    def _set_alarm(self, seconds: float) -> None:
-        signal.setitimer(signal.ITIMER_REAL, max(seconds, LOOK_S))
+    def _set_alarm(self) -> None:
+        """Look at what the main thread does once patience is over, and from then on often."""
+        signal.setitimer(signal.ITIMER_REAL, max(self._patience_s, LOOK_S), LOOK_S)
 
     def _look_at_data(self, _number: int, frame: FrameType | None) -> None:
-        """Raise if the main thread waits for data; else look again soon."""
+        """Raise if the main thread waits for data."""
         while frame is not None:
             if frame.f_globals.get("__name__", "").startswith(DATA_PACKAGE):
                 self.close()
                 raise StoppedError(f"{self._reason} while waiting for data")
             frame = frame.f_back
-        self._set_alarm(LOOK_S)
 
 
 def is_ignored(number: signal.Signals) -> bool:

@@ -171,29 +171,6 @@ def test_what_is_masked_adds_nothing_whatever_stands_there(loss_fn):
         assert [float(x) for x in pair] == [float(x) for x in same.metrics[name]]
 
 
-@pytest.mark.parametrize("loss_fn", EVERY)
-def test_the_packing_and_the_split_change_nothing(loss_fn):
-    batch, log_probs = padded(seed=3)
-    whole = log_probs.clone().requires_grad_()
-    loss = loss_fn(whole, batch, kl=KL(0.2, "k2"))
-    loss.sum.backward()
-    # Answers 0 and 2 in one row, 1, 3 and 4 in another, which is a micro-batch of its own.
-    total, count, gradients = 0.0, 0.0, torch.zeros_like(log_probs)
-    for answers in ([0, 2], [1, 3, 4]):
-        at = [(answer, token) for answer in answers for token in range(LENGTHS[answer])]
-        rows, columns = torch.tensor(at).T
-        row = batch.apply(lambda x, r=rows, c=columns: x[r, c][None], batch_size=[1])
-        row["doc_ids"] = torch.tensor([answers.index(answer) for answer, _ in at])[None]
-        leaf = log_probs[rows, columns][None].clone().requires_grad_()
-        part = loss_fn(leaf, row, kl=KL(0.2, "k2"))
-        part.sum.backward()
-        gradients[rows, columns] = leaf.grad[0]
-        total, count = total + part.sum.detach(), count + part.count
-    torch.testing.assert_close(total, loss.sum.detach(), rtol=1e-13, atol=0)
-    assert float(count) == pytest.approx(float(loss.count), rel=1e-13)
-    torch.testing.assert_close(gradients, whole.grad, rtol=0, atol=1e-14)
-
-
 def test_ratios_too_large_for_a_number_leave_gradients_finite():
     batch, log_probs = padded()
     batch["log_probs"] = batch["log_probs"] - 2000
@@ -301,25 +278,17 @@ def test_gradients_of_penalties_are_what_their_docstring_says(monkeypatch, kind,
 def test_advantages_are_those_of_groups_in_any_order(scale):
     rewards = torch.randn(12, generator=torch.Generator().manual_seed(0)).double()
     groups = [f"prompt {n % 4}" for n in range(12)]
-    order = torch.randperm(12, generator=torch.Generator().manual_seed(1)).tolist()
     found = group_advantages(rewards, groups, scale=scale)
-    shuffled = group_advantages(rewards[order], [groups[n] for n in order], scale=scale)
-    torch.testing.assert_close(shuffled, found[order], rtol=0, atol=1e-15)
     for first in range(4):
         of_group = rewards[first::4]
         expected = of_group - of_group.mean()
-        if scale:
-            expected = expected / of_group.std(correction=0)
+        expected = expected / of_group.std(correction=0) if scale else expected
         torch.testing.assert_close(found[first::4], expected, rtol=0, atol=1e-13)
-        assert abs(found[first::4].sum()) < 1e-13
 
 
-def test_a_group_with_nothing_to_prefer_has_no_advantages():
+def test_a_group_with_nothing_to_prefer_has_no_advantages_and_a_reward_is_a_number():
     alike = [0.1 + 0.2, 0.3, 0.3]  # equal but for rounding
     assert group_advantages([*alike, 7.0, 0.0], [0, 0, 0, 1, 2]).tolist() == [0.0] * 5
-
-
-def test_a_reward_that_is_no_number_is_refused_by_its_answer():
     with pytest.raises(ValueError, match=r"answer 2 \(group 'b'\) is nan"):
         group_advantages([1.0, 0.0, float("nan")], ["a", "a", "b"])
 
@@ -358,15 +327,10 @@ def test_a_batch_holds_the_sampled_ids_and_what_each_token_was_sampled_with():
     }
 
 
-MISTYPED = {
-    "an estimator": (lambda: KL(0.1, "K3"), "'kind' must be in"),
-    "a correction": (lambda: ImportanceCorrection(2.0, "masked"), "'kind' must be in"),
-    "a scale": (lambda: group_advantages([1.0], [0], scale="Std"), "scale is 'Std'"),
-}
-
-
-@pytest.mark.parametrize("word", MISTYPED)
-def test_a_mistyped_word_is_refused_where_it_would_choose_another_loss(word):
-    build, message = MISTYPED[word]
-    with pytest.raises(ValueError, match=message):
-        build()
+def test_a_mistyped_word_is_refused_where_it_would_choose_another_loss():
+    with pytest.raises(ValueError, match="'kind' must be in"):
+        KL(0.1, "K3")
+    with pytest.raises(ValueError, match="'kind' must be in"):
+        ImportanceCorrection(2.0, "masked")
+    with pytest.raises(ValueError, match="scale is 'Std'"):
+        group_advantages([1.0], [0], scale="Std")

@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 import torch
 from fakeredis import FakeRedis, FakeServer
-from lazy_clock import simulate
 from rollouts.answers import State, build_state, build_step, loss_fn, message, numbers
 
 import forgekit as fk
-from forgekit.rollouts.batch import join_rollouts
 from forgekit.rollouts.sources import RedisSource
 from forgekit.rollouts.stream import RolloutStream
 
@@ -53,13 +51,6 @@ SOURCES = {
 }
 
 
-def test_a_global_batch_that_messages_do_not_fill_is_refused():
-    stream = RolloutStream(iter(()), batch_size=4)
-    assert stream.micro_batches(16) == 4
-    with pytest.raises(ValueError, match="global_batch_size 10"):
-        stream.micro_batches(10)
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_source_hands_out_each_message_once_and_in_order(kind, prefetch):
@@ -68,7 +59,8 @@ def test_every_source_hands_out_each_message_once_and_in_order(kind, prefetch):
     assert stream.samples == 8
 
 
-def test_no_message_is_made_before_its_micro_batch_is_due():
+def counted() -> tuple[list[int], Any]:
+    """Messages, and how many of them were made."""
     made: list[int] = []
 
     def generate() -> Any:
@@ -76,71 +68,54 @@ def test_no_message_is_made_before_its_micro_batch_is_due():
             made.append(number)
             yield message(number)
 
-    stream = RolloutStream(generate(), batch_size=2)
-    state, step = build_state(stream), build_step(stream)
-    seen = []
-    groups = fk.groups(stream, 3, end=stream)
-    for _ in range(2):
-        lazy = next(groups)
-        before = len(made)
+    return made, generate()
 
-        def batches(group=lazy):
-            for batch in group:
-                seen.append(len(made))
-                yield batch
 
-        sized = type("Sized", (), {"__len__": lambda _: 3, "__iter__": lambda _: batches()})
-        state, _ = step(state, sized())
-        assert before == len(seen[:-3]) * 2
+def test_no_message_is_made_before_its_micro_batch_is_due():
+    made, source = counted()
+    stream = RolloutStream(source, batch_size=2)
+    state, seen = build_state(stream), []
+
+    def loss(model: Any, batch: Any) -> fk.Loss:
+        seen.append(len(made))
+        return loss_fn(model, batch)
+
+    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream)
+    for group in itertools.islice(fk.groups(stream, 3, end=stream), 2):
         assert len(made) == 2 * len(seen)
+        state, _ = step(state, group)
+        stream.commit(state, saved=False)
     assert seen == [2, 4, 6, 8, 10, 12]
 
 
 def test_a_thread_reads_ahead_no_more_than_it_may():
-    made: list[int] = []
-
-    def generate() -> Any:
-        for number in range(9):
-            made.append(number)
-            yield message(number)
-
-    with RolloutStream(generate(), prefetch=3) as stream:
+    made, source = counted()
+    with RolloutStream(source, prefetch=3) as stream:
         next(stream)
         time.sleep(0.2)
         assert made == [0, 1, 2, 3]
 
 
-def test_tensors_and_bits_survive_the_way_through_redis():
+def test_tensors_and_bits_survive_the_way_through_redis_and_a_key_is_put_once():
     redis = FakeRedis(server=FakeServer())
     exact = torch.tensor([-1 / 3, -0.1], dtype=torch.float32)
-    ids = torch.tensor([5, 6, 7])
-    sent = {"prompts": [[5]], "ids": [ids], "log_probs": [exact], "rewards": [1.0]}
-    RedisSource(redis).put(sent)
+    sent = {"prompts": [[5]], "ids": [torch.tensor([5, 6, 7])], "log_probs": [exact]}
+    for key, is_new in (("a", True), ("a", False), (None, True)):
+        assert RedisSource(redis).put({**sent, "rewards": [1.0]}, key=key) == is_new
+    assert redis.xlen("rollouts") == 2
     batch = next(RolloutStream(RedisSource(redis)))
     assert torch.equal(batch["log_probs"], exact[None])
     assert batch["labels"].tolist() == [[6, 7]]
 
 
-def test_a_message_with_a_key_is_put_once():
-    redis = filled(1)
-    assert not RedisSource(redis).put(message(0), key="0")
-    assert RedisSource(redis).put(message(1))
-    assert redis.xlen("rollouts") == 2
-
-
 def test_a_generator_waits_until_fewer_messages_wait():
+    """What is taken, though not acknowledged, is trained and kept, and must not stop anybody."""
     redis = filled(3)
     source = RedisSource(redis)
-    with pytest.raises(
-        TimeoutError, match=r"3 messages wait there and 3 may. Does the trainer run"
-    ):
+    with pytest.raises(TimeoutError, match=r"3 messages wait there and 3 may\. Does the"):
         source.wait_for_room(3, timeout_s=0.1)
-    done = threading.Thread(target=source.wait_for_room, args=(3,), daemon=True)
-    done.start()
-    stream = RolloutStream(RedisSource(redis))
-    next(stream)  # taken, though not acknowledged: what is trained and kept must not stop anybody
-    done.join(5)
-    assert not done.is_alive()
+    next(RolloutStream(RedisSource(redis)))
+    source.wait_for_room(3, timeout_s=0.1)
     assert redis.xlen("rollouts") == 3
 
 
@@ -224,14 +199,15 @@ def spoiled(model: Any, batch: Any, *, by: int) -> fk.Loss:
 def test_a_bad_step_gives_its_messages_back_and_a_spoiled_one_is_set_aside(saved):
     redis = ended(filled(4))
     stream = RolloutStream(RedisSource(redis), batch_size=1, attempts=2)
-    state = build_state(stream)
-    step = fk.make_step(partial(spoiled, by=1), schedule=fk.constant(0.1), end=stream)
-    seen = []
+    state, seen = build_state(stream), []
+
+    def loss(model: Any, batch: Any) -> fk.Loss:
+        seen.append(numbers(batch))
+        return spoiled(model, batch, by=1)
+
+    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream)
     for group in fk.groups(stream, 1, end=stream):
-        batches = list(group)
-        seen += [numbers(batch) for batch in batches]
-        sized = type("Again", (list,), {"samples": group.samples})(batches)
-        state, _ = step(state, sized)
+        state, _ = step(state, group)
         stream.commit(state, saved=saved)
     stream.commit(state)
     assert seen == [[0], [1], [1], [2], [3], []]
@@ -261,9 +237,7 @@ def test_a_step_that_failed_gives_its_messages_back():
     state, step = build_state(stream), build_step(stream)
     with pytest.raises(ZeroDivisionError):
         fk.accumulate(state, fk.groups(stream, 1).__next__(), lambda *_: 1 / 0)
-    with pytest.raises(
-        RuntimeError, match=r"samples up to 2 were handed out and the state has tak"
-    ):
+    with pytest.raises(RuntimeError, match="up to 2 were handed out and the state has taken"):
         stream.commit(state)
     stream.give_back()
     state, _ = step(state, next(fk.groups(stream, 1, end=stream)))
@@ -299,31 +273,24 @@ def test_a_malformed_message_is_set_aside_with_the_reason(case):
     assert len(left(redis)) == 2
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_reward_that_is_no_number_is_refused_where_it_is_put(reward):
+def test_a_reward_that_is_no_number_is_refused_where_it_is_put():
+    nan = message(0, rewards=[float("nan"), 0.0])
     with pytest.raises(ValueError, match="Out of range float"):
-        RedisSource(FakeRedis(server=FakeServer())).put(message(0, rewards=[reward, 0.0]))
-    stream = RolloutStream(iter([message(0, rewards=[reward, 0.0]), message(1)]))
+        RedisSource(FakeRedis(server=FakeServer())).put(nan)
+    stream = RolloutStream(iter([nan, message(1)]))
     assert numbers(next(stream)) == [1]
     assert "reward of answer 0" in stream.set_aside[0][1]
 
 
 def test_staleness_is_the_trainers_version_less_that_of_each_token():
-    versions = [[3, 3], [5, 4, 3]]
-    ids = [[1, 2, 3], [1, 4, 5, 6]]
-    one = {"prompts": [[1], [1]], "ids": ids, "log_probs": [[-1.0] * 2, [-1.0] * 3]}
-    stream = RolloutStream(iter([{**one, "rewards": [0, 1], "versions": versions}]))
+    one = {"prompts": [[1], [1]], "ids": [[1, 2, 3], [1, 4, 5, 6]], "rewards": [0, 1]}
+    one |= {"log_probs": [[-1.0] * 2, [-1.0] * 3], "versions": [[3, 3], [5, 4, 3]]}
+    stream = RolloutStream(iter([one, one]))
     stream.version = 5
-    state = build_state(stream)
-    seen = []
-
-    def loss(model: Any, batch: Any) -> fk.Loss:
-        seen.append(batch["staleness"].tolist())
-        return loss_fn(model, batch)
-
-    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream)
+    assert next(stream)["staleness"].tolist() == [[0, 1, 2], [2, 2, 0]]
+    stream.give_back()
+    state, step = build_state(stream), build_step(stream)
     _, metrics = step(state, next(fk.groups(stream, 1, end=stream)))
-    assert seen == [[[0, 1, 2], [2, 2, 0]]]
     assert float(metrics["rollout/staleness"]) == 7 / 5
 
 
@@ -371,16 +338,3 @@ def test_what_would_lose_rollouts_silently_is_refused():
         stream.load_state_dict(other)
     with pytest.raises(TypeError, match="source is a int; pass a source, a queue, an iterable"):
         RolloutStream(3)
-
-
-def test_lazy_micro_batches_are_less_stale_and_leave_the_trainer_less_idle():
-    lazy, eager, fresh = (simulate(eager=e, most=m) for e, m in [(False, 8), (True, 8), (True, 1)])
-    assert lazy.staleness <= 0.6 * eager.staleness
-    assert lazy.idle < eager.idle < fresh.idle
-    assert lazy.staleness <= fresh.staleness < eager.staleness
-
-
-def test_rows_have_one_length_where_it_is_given():
-    stream = RolloutStream(map(message, range(3)), to_batch=partial(join_rollouts, pad_to=16))
-    group = next(fk.groups(stream, 4, end=stream))
-    assert [tuple(batch["labels"].shape) for batch in group] == [(1, 16)] * 4

@@ -7,34 +7,32 @@ from functools import partial
 
 import pytest
 import torch
-from lab import SPEC, full_tensors, logits_loss, reference_gradients, relative_error
+from lab import SPEC, full_tensors, lay_out, logits_loss, reference_gradients, relative_error
 from pool import RankError, run_again, run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk
 
-LENGTHS = (5, 2, 3)
-"""Micro-batches of each rank; two make a group."""
 
-
-def micro_batches(rank: int) -> list[TensorDict]:
+def micro_batches(rank: int, count: int) -> list[TensorDict]:
     draw = partial(torch.randint, generator=torch.Generator().manual_seed(rank))
     batches = []
-    for _ in range(LENGTHS[rank]):
+    for _ in range(count):
         ids = draw(0, SPEC.vocab_size, (2, 9))
         batches.append(TensorDict({"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, [2]))
     return batches
 
 
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.0)
+
+
 def train(rank, world, policy, lengths):
-    """Steps until the data have ended: targets and gradients of each."""
-    mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
-    model = fk.parallelize(fk.Transformer(SPEC).double(), mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    state = fk.TrainState.create(model, optimizer, mesh=mesh)
+    """Steps of two micro-batches until the data have ended: targets and gradients of each."""
+    state = lay_out(fk.Transformer(SPEC).double(), build=sgd)
     end = fk.run.DataEnd(policy)
     step = fk.make_step(logits_loss, schedule=fk.constant(0.0), max_norm=math.inf, end=end)
-    stream = iter(micro_batches(rank)[: lengths[rank]])  # without a length
+    stream = iter(micro_batches(rank, lengths[rank]))  # without a length
     found = []
     for batches in fk.groups(stream, 2, end=end):
         state, metrics = step(state, batches)
@@ -43,49 +41,33 @@ def train(rank, world, policy, lengths):
     return found, len(list(stream))
 
 
-def expected(step: int):
-    """Targets of a step and the gradient of their mean loss."""
-    rows = [batch for rank in range(3) for batch in micro_batches(rank)[2 * step : 2 * step + 2]]
-    gradients, _ = reference_gradients(fk.Transformer(SPEC).double(), [rows])
-    return sum(batch["labels"].numel() for batch in rows), gradients
+# Micro-batches of each rank, steps, and what is left: one micro-batch was looked at.
+ENDS = [("pad", (5, 2), 3, [0, 0]), ("drop", (5, 2), 1, [2, 0]), ("error", (2, 2), 1, [0, 0])]
 
 
-@pytest.mark.parametrize(
-    ("policy", "steps", "left"), [("pad", 3, [0, 0, 0]), ("drop", 1, [2, 0, 0])]
-)
-def test_ranks_end_after_the_same_step_and_every_target_counts_once(policy, steps, left):
-    by_rank = run_ranks(train, 3, policy, LENGTHS)
-    assert [len(found) for found, _ in by_rank] == [steps] * 3
-    # One micro-batch was looked at.
+@pytest.mark.parametrize(("policy", "lengths", "steps", "left"), ENDS)
+def test_ranks_end_after_the_same_step_and_every_target_counts_once(policy, lengths, steps, left):
+    by_rank = run_again(train, 2, policy, lengths)
+    assert [len(found) for found, _ in by_rank] == [steps] * 2
     assert [rest for _, rest in by_rank] == left
-    for index in range(steps):
-        targets, gradients = expected(index)
+    for step in range(steps):
+        rows = [micro_batches(rank, lengths[rank])[2 * step : 2 * step + 2] for rank in range(2)]
+        gradients, _ = reference_gradients(fk.Transformer(SPEC), rows)
         for found, _ in by_rank:
-            assert found[index][0] == targets
-            assert relative_error(found[index][1], gradients) < 1e-10
-
-
-@pytest.mark.parametrize("policy", ["drop", "error"])
-def test_streams_that_end_after_the_same_step_are_no_error_and_bring_no_empty_step(policy):
-    for found, _ in run_ranks(train, 2, policy, (2, 2)):
-        assert [targets for targets, _ in found] == [4 * 2 * 8]
+            assert found[step][0] == sum(batch["labels"].numel() for row in rows for batch in row)
+            assert relative_error(found[step][1], gradients) < 1e-10
 
 
 def test_an_uneven_end_is_an_error_on_every_rank_if_asked_for():
     with pytest.raises(RankError) as caught:
         run_ranks(train, 2, "error", (4, 2))
-    for rank in (0, 1):
-        assert f"rank {rank} of 2" in str(caught.value)
     assert str(caught.value).count("the data of 1 of 2 ranks have ended and the others'") == 2
 
 
 def stream_train(rank, world):
     documents = [[number] * 7 for number in range(1, 4)]  # three, so one rank has two
     stream = fk.data.stream_documents(documents, 4, 1, eos_id=0, rank=rank, world=world, epochs=1)
-    model = fk.Transformer(SPEC).double()
-    mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
-    model = fk.parallelize(model, mesh)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    state = lay_out(fk.Transformer(SPEC).double())
     end = fk.run.DataEnd("pad")
     step = fk.make_step(logits_loss, schedule=fk.constant(0.0), end=end)
     targets = []
@@ -105,20 +87,13 @@ def test_document_streams_of_one_epoch_train_on_every_document_once():
     assert samples == same == 2 * len(steps)
 
 
-def empty_train(rank, world):
+def test_a_stream_without_anything_left_knows_what_padding_looks_like():
     stream = fk.data.stream_documents([[1, 2, 3]], 4, 1, eos_id=0, rank=0, world=1, epochs=1)
-    end = fk.run.DataEnd("pad")
-    for batch in stream:
-        assert int((batch["labels"] != -100).sum()) == 3
-    group = next(fk.groups(stream, 2, end=end))  # nothing is left, so padding alone
-    for batch in group:
+    assert [int((batch["labels"] != -100).sum()) for batch in stream] == [3]
+    for batch in next(fk.groups(stream, 2, end=fk.run.DataEnd("pad"))):
         assert batch["input_ids"].shape == (1, 4)
         assert bool((batch["labels"] == -100).all())
         assert bool((batch["doc_ids"] == -1).all())
-
-
-def test_a_stream_without_anything_left_knows_what_padding_looks_like():
-    run_ranks(empty_train, 1)
 
 
 # Mistakes
@@ -131,7 +106,7 @@ def test_each_mistake_is_named():
         fk.groups([1], 1, partial="drop", end=fk.run.DataEnd())
     with pytest.raises(RuntimeError, match="passed to make_step but not to groups; pass the same"):
         fk.run.DataEnd().vote()
-    endless = iter(micro_batches(0))
+    endless = iter(micro_batches(0, 5))
     loop = fk.groups(endless, 1, end=fk.run.DataEnd())
     next(loop)
     with pytest.raises(RuntimeError, match=r"passed to groups but not to make_step.*make_step"):

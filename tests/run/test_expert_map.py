@@ -10,7 +10,6 @@ from tensordict import TensorDict
 
 import forgekit as fk
 from forgekit.metrics.hooks import expert_loads
-from forgekit.metrics.records import read_metrics
 
 MOE = fk.MoESpec(experts=4, top_k=2, ffn_dim=8, first=1)
 SPEC = fk.TransformerSpec(
@@ -65,17 +64,3 @@ def test_each_pipeline_stage_finds_the_loads_of_all_layers():
     found = run_ranks(_loads_of_a_stage, 2)
     assert found == [(expert_loads(state), float(metrics["moe/load_max"]))] * 2
     assert len(found[0][0]) == 2
-
-
-def test_loads_are_resumed_with_the_other_metrics(tmp_path):
-    """A run that goes on from a checkpoint has each step's loads once."""
-    model = fk.Transformer(SPEC)
-    state = fk.TrainState.create(model, fk.adamw(model))
-    for start, end in ((0, 4), (2, 5)):
-        with fk.MetricsLog(tmp_path, start_step=start) as log:
-            for step in range(start, end):
-                state = fk.donate(state, step=step)
-                log.event(state, expert_loads(state), show=False)
-    rows = read_metrics(tmp_path / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
-    assert all(row[name] == [1.0] * 4 for row in rows for name in LAYERS)

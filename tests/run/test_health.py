@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import re
 import signal
 import threading
@@ -13,10 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from covering import some_of
+from lab import lay_out
 from pool import run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -24,29 +26,23 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import forgekit as fk
 from forgekit.checkpoints.save import GROUP_NAME
+from forgekit.run import watchdog
 from forgekit.run.health import LEAST_S, Health
 from forgekit.run.rendezvous import HangError, RankStore, barrier
 
 LONG_S = 40
 """Time-out of the groups before the first step: a test that waits for it has failed."""
-SHORT_S = 2.0
+SHORT_S = 1.0
 DELAY_S = 0.3
 
 
 def create(mesh=None, step=0):
-    """A state that nothing trains: health reads its step."""
-    model = nn.Linear(1, 1)
-    nn.init.ones_(model.weight), nn.init.ones_(model.bias)
-    zero = torch.zeros((), dtype=torch.int64)
-    return fk.TrainState(
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters()),
-        mesh=mesh,
-        step=step,
-        targets=zero,
-        skipped=zero,
-        loss_scale=torch.ones(()),
-    )
+    """A state that nothing trains: health reads its step, and compares its weight."""
+    model, zero = nn.Linear(1, 1, bias=False), torch.zeros((), dtype=torch.int64)
+    nn.init.ones_(model.weight)
+    counts = {"targets": zero, "skipped": zero, "loss_scale": torch.ones(()), "step": step}
+    optimizer = torch.optim.SGD(model.parameters())
+    return fk.TrainState(model=model, optimizer=optimizer, mesh=mesh, **counts)
 
 
 def mesh_of(world):
@@ -77,73 +73,52 @@ def fragile_group(rank: int, world: int, folder: Path) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def hang(rank, world, out):
-    with fragile_group(rank, world, out) as mesh:
-        began = 0.0
+def lose(rank, world, out, kind):
+    """Rank 1 hangs, raises or leaves; rank 0 waits for it in a collective."""
+    began, cause = time.monotonic(), None
+    with fragile_group(rank, world, out) as mesh, patch.object(watchdog, "GRACE_S", 1.0):
         try:
             with Health(out, mesh, every=0, timeout_s=SHORT_S, first_timeout_s=LONG_S) as health:
                 health(create(mesh, step=1))
-                began = time.monotonic()
-                if rank == 1:
-                    wait_for(out / "done")
-                    return "", 0.0, ""
-                dist.all_reduce(torch.ones(1), group=mesh.get_group("dp_shard"))
-        except HangError as error:
-            return str(error), time.monotonic() - began, str(error.__cause__)
-        finally:
-            (out / "done").touch()
-    return "no error", 0.0, ""
-
-
-def test_a_collective_that_loses_a_rank_says_soon_where_that_rank_is(tmp_path):
-    (message, seconds, cause), _ = run_ranks(hang, 2, tmp_path, group=False)
-    assert re.search(
-        r"^the ranks lost each other after step 1: rank 0 failed: RuntimeError: .*; rank 1 is at "
-        r"test_health.py:\d+ in wait_for, after step 1\. Stacks .* are in .*hang\.$",
-        message,
-    )
-    assert SHORT_S <= seconds < LONG_S / 2
-    assert "Timed out waiting 2000ms" in cause
-    for rank, place in enumerate(["all_reduce", "wait_for"]):
-        assert place in (tmp_path / "hang" / f"rank_{rank}.txt").read_text()
-
-
-def end_alone(rank, world, out, fails):
-    with fragile_group(rank, world, out) as mesh:
-        try:
-            with Health(out, mesh, every=0, timeout_s=SHORT_S, first_timeout_s=LONG_S) as health:
-                health(create(mesh, step=7))
-                if rank == 1 and fails:
-                    raise fails("a broken row")
                 if rank == 0:
-                    dist.all_reduce(torch.ones(1))
+                    dist.all_reduce(torch.ones(1), group=mesh.get_group("dp_shard"))
+                elif kind == "hangs":
+                    wait_for(out / "done")
+                elif kind == "fails":
+                    raise KeyError("a broken row")
             ended = "no error"
         except (RuntimeError, KeyError) as error:
-            ended = f"{type(error).__name__}: {error}"
+            ended, cause = f"{type(error).__name__}: {error}", error.__cause__
         if rank == 0:
             (out / "done").touch()
         wait_for(out / "done")  # rank 1 stays, so the connection does too
-    return ended
+    return ended, time.monotonic() - began, str(cause)
 
 
-@pytest.mark.parametrize(
-    ("fails", "reason", "own"),
-    [
-        (KeyError, "failed: KeyError: 'a broken row'", "KeyError: 'a broken row'"),
-        pytest.param(*(None, "left the loop after step 7", "no error"), marks=pytest.mark.oracle),
-    ],
-)
-def test_the_rank_that_ended_alone_is_named_on_all_others(tmp_path, fails, reason, own):
-    found = run_ranks(end_alone, 2, tmp_path, fails, group=False)
-    expected = "^HangError: the ranks lost each other after step 7: rank 0 failed: .*; rank 1 "
-    assert re.match(expected + re.escape(reason), found[0])
-    assert found[1] == own
+LOST = {
+    "hangs": (r"rank 1 is at test_health.py:\d+ in wait_for, after step 1", "no error"),
+    "fails": ("rank 1 failed: KeyError: 'a broken row'", "KeyError: 'a broken row'"),
+    "leaves": ("rank 1 left the loop after step 1", "no error"),
+}
+
+
+@pytest.mark.parametrize("kind", some_of(LOST, "fails", "leaves"))
+def test_a_collective_that_loses_a_rank_says_soon_where_that_rank_is(tmp_path, kind):
+    where, own = LOST[kind]
+    (message, seconds, cause), (other, *_) = run_ranks(lose, 2, tmp_path, kind, group=False)
+    assert re.search(
+        r"^HangError: the ranks lost each other after step 1: rank 0 failed: RuntimeError: .*; "
+        rf"{where}\. Stacks .* are in .*hang\.$",
+        message,
+    )
+    assert other == own
+    assert SHORT_S <= seconds < LONG_S / 2
+    assert "Timed out waiting 1000ms" in cause
+    assert "all_reduce" in (tmp_path / "hang" / "rank_0.txt").read_text()
 
 
 def watch_timeouts(rank, world, out):
-    mesh = mesh_of(world)
-    model = fk.parallelize(nn.Linear(2, 2), mesh)
-    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+    state = lay_out(nn.Linear(2, 2))
     fk.checkpoint_save(state, out / "checkpoints", blocking=True)
     own = dist.new_group(timeout=timedelta(seconds=31))
 
@@ -153,7 +128,7 @@ def watch_timeouts(rank, world, out):
         return groups.pop(own), {*groups.values()}, checkpoints
 
     found = [seconds()]
-    with Health(out, mesh, timeout_s=SHORT_S) as health:
+    with Health(out, state.mesh, timeout_s=SHORT_S) as health:
         found.append(seconds())
         health(fk.donate(state, step=1))
         found.append(seconds())
@@ -166,7 +141,7 @@ def test_time_outs_are_short_from_the_first_step_to_the_end(tmp_path):
     for before, entered, inside, after in run_ranks(watch_timeouts, 2, tmp_path):
         own, others, checkpoints = before
         assert before == entered == after
-        assert inside == (2, {2}, checkpoints)
+        assert inside == (SHORT_S, {SHORT_S}, checkpoints)
         assert (own, len(checkpoints)) == (31, 1)
         assert min(others) == 40
 
@@ -224,9 +199,9 @@ def lag(rank, world, out, slow, kind):
     rows = Rows(delay if kind == "data" else 0.0)
     loader = fk.make_loader(rows, batch_size=1, rank=rank, world=world)
     found = []
-    health = Health(out, mesh, every=4, timeout_s=LONG_S, loader=loader)
+    health = Health(out, mesh, every=2, timeout_s=LONG_S, loader=loader)
     with warnings_of_the_library() as warned, health, loader:
-        for step, _ in zip(range(1, 9), loader, strict=False):
+        for step, _ in zip(range(1, 5), loader, strict=False):
             if kind == "step":
                 work(delay)
             dist.all_reduce(torch.ones(1))
@@ -240,7 +215,7 @@ def lag(rank, world, out, slow, kind):
 def test_the_rank_that_the_others_wait_for_is_named(tmp_path, slow, kind):
     (rows, warned), (others, silent) = run_ranks(lag, 2, tmp_path, slow, kind)
     assert rows == others
-    assert [step for step, row in enumerate(rows, 1) if row is not None] == [4, 8]
+    assert [step for step, row in enumerate(rows, 1) if row is not None] == [2, 4]
     row = rows[-1]
     assert row["health/slowest_rank"] == slow
     assert row["health/own_seconds_max"] > 0.8 * DELAY_S
@@ -248,7 +223,7 @@ def test_the_rank_that_the_others_wait_for_is_named(tmp_path, slow, kind):
     assert row["health/own_seconds_median"] < 0.5 * row["health/own_seconds_max"]
     assert (row["health/data_wait_seconds_max"] > 0.8 * DELAY_S) == (kind == "data")
     assert silent == []
-    assert re.search(rf"step 8: rank {slow} \(.+\) is slow: \d+\.\d+ s of each step", warned[-1])
+    assert re.search(rf"step 4: rank {slow} \(.+\) is slow: \d+\.\d+ s of each step", warned[-1])
 
 
 def keep_pace(rank, world, out):
@@ -302,13 +277,17 @@ BARRIERS = {
         [BUILT, ["built", "data is ready"]],
         ["ranks are at different barriers: rank 0 at 'loaded', rank 1 at 'data is ready'."] * 2,
     ),
-    "never there": (1, [BUILT, []], ["barrier 'built': rank 1 .*; rank 1 was never here", "fine"]),
+    "never there": (
+        0.5,
+        [BUILT, []],
+        ["barrier 'built': rank 1 .*; rank 1 was never", "fine"],
+    ),
     "the first is missing": (
-        1,
+        0.5,
         [["built"], BUILT],
         [
             "fine",
-            r"barrier 'loaded': rank 0 did not come within 1 s; rank 0 was last at 'built'\.",
+            r"barrier 'loaded': rank 0 did not come within 0.5 s; rank 0 was last at 'built'\.",
         ],
     ),
 }
@@ -320,22 +299,19 @@ def test_a_barrier_says_who_is_where_and_who_is_missing(timeout_s, tags, found):
         assert re.match(expected, message)
 
 
-def test_a_signal_is_heard_while_ranks_are_waited_for():
+def _signalled(rank, world):
     def stop(*_):
         raise InterruptedError
 
-    before = signal.signal(signal.SIGUSR1, stop)
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
-    try:
-        store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        timer.start()
-        began = time.monotonic()
-        with pytest.raises(InterruptedError):
-            RankStore(store, 0, (0, 1)).gather("meeting", "here", None, 10)
-        assert time.monotonic() - began < 5
-    finally:
-        timer.join()
-        signal.signal(signal.SIGUSR1, before)
+    signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    with pytest.raises(InterruptedError):
+        RankStore(store, 0, (0, 1)).gather("meeting", "here", None, 30)
+
+
+def test_a_signal_is_heard_while_ranks_are_waited_for():
+    run_ranks(_signalled, 1, group=False, timeout_s=15)
 
 
 # One process

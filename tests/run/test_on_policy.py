@@ -102,12 +102,12 @@ def differing(model, prompts, forwards=(padded, alone, packed, headed), **option
 
 
 @pytest.mark.parametrize(("dtype", "adapter"), in_turn(DTYPES, tuple(ADAPTERS)))
-def test_log_probs_of_2000_tokens_are_those_of_training(dtype, adapter):
+def test_log_probs_of_hundreds_of_tokens_are_those_of_training(dtype, adapter):
     """Of one row alone, of few and of many; where the prompts begin, end and cross a block."""
-    model, prompts = build(dtype, ADAPTERS[adapter]), prompts_of(20)
-    for first, last in ((0, 1), (1, 4), (4, 20)):
-        found = differing(model, prompts[first:last], max_new_tokens=100)
-        assert found == (100 * (last - first), [0] * 4)
+    model, prompts = build(dtype, ADAPTERS[adapter]), prompts_of(10)
+    for first, last in ((0, 1), (1, 4), (4, 10)):
+        found = differing(model, prompts[first:last], max_new_tokens=66)
+        assert found == (66 * (last - first), [0] * 4)
 
 
 @pytest.mark.oracle
@@ -187,15 +187,9 @@ def _differing_on_ranks(rank, _, precision, lora, options):
     return differing(model, prompts, (padded, headed), samples=rows, max_new_tokens=30 + rank)
 
 
-@pytest.mark.parametrize(
-    ("precision", "lora", "options"),
-    [
-        ("bf16", None, {"activation_checkpoint": "full"}),
-        ("fp32", LORA, {"reshard_after_forward": False}),
-    ],
-)
-def test_log_probs_are_those_of_training_on_sharded_ranks(precision, lora, options):
-    found = run_again(_differing_on_ranks, 2, precision, lora, options)
+def test_log_probs_are_those_of_training_on_sharded_ranks():
+    options = {"activation_checkpoint": "full", "reshard_after_forward": False}
+    found = run_again(_differing_on_ranks, 2, "bf16", LORA, options)
     assert found == [(90, [0, 0]), (124, [0, 0])]
 
 
@@ -210,10 +204,9 @@ def _steps(rank, world, *options):
     return full_tensors(state.model)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective"])
-def test_steps_of_sharded_ranks_are_those_of_one_ordinary_process(recompute):
+def test_steps_of_sharded_ranks_are_those_of_one_ordinary_process():
     expected = _steps(0, 1)
-    for found in run_again(_steps, 2, {"activation_checkpoint": recompute}):
+    for found in run_again(_steps, 2, {"activation_checkpoint": "selective"}):
         assert relative_error(found, expected) < 1e-10
 
 

@@ -90,14 +90,8 @@ def test_in_a_layout_the_whole_model_is_counted_and_the_ranks_part_held():
 
 
 def test_a_run_prints_the_lines_under_its_greeting(tmp_path, capsys):
-    with (
-        fk.open_run(tmp_path / "run", CONFIG) as run,
-        run.start(create(fk.Transformer(SPEC)), every=1),
-    ):
+    state = create(fk.Transformer(SPEC))
+    with fk.open_run(tmp_path / "run", CONFIG) as run, run.start(state, every=1):
         pass
-    lines = capsys.readouterr().err.splitlines()
-    greeting = next(i for i, line in enumerate(lines) if ": step 0, sample 0; " in line)
-    assert lines[greeting + 1] == "  layout:      1 rank, products in float32 on cpu"
-    assert [line.split(":")[0].strip() for line in lines[greeting + 1 :]][:4] == [
-        *("layout", "parameters", "memory", "AdamW")
-    ]
+    lines = capsys.readouterr().err.partition(": step 0, sample 0; ")[2].splitlines()
+    assert lines[1] == "  layout:      1 rank, products in float32 on cpu"

@@ -1,43 +1,29 @@
-"""Rows in TensorBoard and W&B, read back by their own readers; and trackers that fail."""
+"""Rows in TensorBoard read back by its own reader; W&B as it is called; and trackers that fail."""
 
 from __future__ import annotations
 
 import json
 import math
-import resource
-import signal
-import struct
 import threading
 import time
 from contextlib import closing
 
 import pytest
-import torch
+from lab import room
+from run.test_metrics import create, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
-from tensordict import TensorDict
 
 import forgekit as fk
 from forgekit.metrics.log import MetricsLog
 from forgekit.metrics.records import read_metrics
 from forgekit.metrics.trackers import GuardedTracker
-from forgekit.state import TrainState, donate
-
-
-def make_state():
-    model = torch.nn.Linear(2, 2)
-    return TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def metrics_of(step):
-    values = {"loss": 10.0 - step, "grad_norm": 0.5, "lr": 1e-3, "targets": 8.0, "skipped": 0.0}
-    return TensorDict({k: torch.tensor(v, dtype=torch.float64) for k, v in values.items()}, [])
+from forgekit.state import donate
 
 
 def steps_of(log, state, steps):
     for step in steps:
-        state = donate(state, step=step, samples=8 * step)
-        log(state, metrics_of(step))
+        state, _ = train(log, state, [step])
         if step % 5 == 0:
             log.event(state, {"eval/a/loss": float(step)})
     return state
@@ -69,14 +55,14 @@ def test_a_tracker_gets_each_row_and_event_the_configuration_and_how_the_run_end
         pytest.raises(KeyError, match="mine"),
         MetricsLog(tmp_path, every=5, trackers=(kept, other), config=config) as log,
     ):
-        state = steps_of(log, make_state(), range(1, 6))
+        state = steps_of(log, create(), range(1, 6))
         log.rewind(state := donate(state, step=2, samples=16))
         log.event(state, {"moe/load/layers.0": [0.5, 0.5], "note": "a", "eval/a/loss": 2.0})
         raise KeyError("mine")
     start, row, event, again, later, status, closed = kept.calls
     assert (start, again) == (("start", 0, config), ("start", 2, config))
     assert row[0] == event[0] == 5
-    assert {"samples": 40, "train/loss": 5.0, "train/lr": 1e-3}.items() <= row[1].items()
+    assert {"samples": 40, "train/loss": 5.0, "train/lr": 5e-3}.items() <= row[1].items()
     assert event[1] == {"eval/a/loss": 5.0}  # what the row had is not shown twice
     assert later == (2, {"samples": 16, "eval/a/loss": 2.0})
     assert (status, closed) == (("status", "failed: KeyError"), "closed")
@@ -118,7 +104,7 @@ def test_a_tracker_that_fails_or_hangs_costs_one_message(tmp_path, monkeypatch, 
     with MetricsLog(tmp_path, every=1, trackers=trackers) as log:
         for steps in ([1, 2], [3, 4]):
             for step in steps:
-                steps_of(log, make_state(), [step])
+                steps_of(log, create(), [step])
                 wait_for(log._trackers[1])
             time.sleep(0.1)
         log.status("finished")
@@ -161,7 +147,7 @@ def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(tmp_path):
     killed = MetricsLog(
         tmp_path, every=1, trackers=(fk.TensorBoard(tmp_path),), config={"a": [1, math.nan]}
     )
-    state = steps_of(killed, make_state(), range(1, 8))
+    state = steps_of(killed, create(), range(1, 8))
     wait_for(killed._trackers[0])
     time.sleep(1.1)  # files are read in the order of the seconds in their names
     with MetricsLog(tmp_path, start_step=5, every=1, trackers=(fk.TensorBoard(tmp_path),)) as log:
@@ -188,88 +174,80 @@ def test_a_row_is_in_tensorboards_file_when_it_has_been_taken(tmp_path, monkeypa
         assert len(shown) == 8
 
 
-def records(path):
-    """What a W&B file holds: LevelDB's log format, after a header of seven bytes."""
-    data, at, whole = path.read_bytes(), 7, b""
-    while at + 7 <= len(data):
-        if (room := 32_768 - at % 32_768) < 7:
-            at += room
-            continue
-        size, kind = struct.unpack_from("<HB", data, at + 4)
-        whole += data[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # whole, or the last part
-            yield whole
-            whole = b""
+class FakeWandB:
+    """What W&B's module is asked for."""
+
+    def __init__(self):
+        self.begun, self.rows, self.summary, self.axes = [], [], {}, []
+
+    def init(self, **options):
+        self.begun.append(options)
+        return self
+
+    def define_metric(self, *args, **options):
+        self.axes.append((args, options))
+
+    def log(self, row):
+        self.rows.append(row)
+
+    def finish(self):
+        self.begun.append("finished")
 
 
-def history(out):
-    """Rows of the W&B files of a run directory, in their order, ids of its runs, and its axes."""
-    from wandb.proto import wandb_internal_pb2
-
-    rows, ids, axes = [], set(), set()
-    for path in sorted((out / "wandb").glob("*run-*/run-*.wandb")):
-        for data in records(path):
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(data)
-            kind = record.WhichOneof("record_type")
-            if kind == "history":
-                items = record.history.item
-                pairs = ((item.key or item.nested_key[0], item.value_json) for item in items)
-                rows.append({name: json.loads(value) for name, value in pairs})
-            elif kind == "run":
-                ids.add((record.run.run_id, record.run.project))
-            elif kind == "metric":
-                metric = record.metric
-                axes.add((metric.name or metric.glob_name, metric.step_metric))
-    return rows, ids, axes
+def go_on(out, tracker, first, last):
+    """A run from one step to another, with the evaluation of the first one again."""
+    with MetricsLog(out, start_step=first, every=1, trackers=(tracker,)) as log:
+        state = donate(create(), step=first, samples=8 * first)
+        if first:
+            log.event(state, {"eval/a/loss": float(first)})
+        steps_of(log, state, range(first + 1, last + 1))
+        log.status("finished")
+        wait_for(log._trackers[0])
 
 
-@pytest.mark.oracle
 def test_wandb_goes_on_with_its_run_and_is_sent_the_rows_after_the_checkpoint(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("WANDB_SILENT", "true")
+    fake = FakeWandB()
+    monkeypatch.setattr("forgekit.metrics.trackers.require", lambda name, extra: fake)
     for first, last in ((0, 7), (5, 10)):
-        tracker = fk.WandB(tmp_path, project="p", mode="offline")
-        with MetricsLog(tmp_path, start_step=first, every=1, trackers=(tracker,)) as log:
-            state = donate(make_state(), step=first, samples=8 * first)
-            if first:  # the evaluation of this step comes again
-                log.event(state, {"eval/a/loss": float(first)})
-            steps_of(log, state, range(first + 1, last + 1))
-            log.status("finished")
-            wait_for(log._trackers[0])
-        time.sleep(1.1)  # W&B names folders for the second
-    rows, ids, axes = history(tmp_path)
-    assert ids == {(json.loads((tmp_path / "wandb.json").read_text())["id"], "p")}
-    assert ("*", "train/step") in axes
-    losses = [(row["train/step"], row["train/loss"]) for row in rows if "train/loss" in row]
+        go_on(tmp_path, fk.WandB(tmp_path, project="p", mode="offline"), first, last)
+    run_id = json.loads((tmp_path / "wandb.json").read_text())["id"]
+    begun, finished, again, _ = fake.begun
+    wanted = {"id": run_id, "resume": "allow", "project": "p", "mode": "offline"}
+    assert begun.items() >= wanted.items()
+    assert (begun, finished, fake.summary) == (again, "finished", {"status": "finished"})
+    assert (("*",), {"step_metric": "train/step"}) in fake.axes
+    losses = [(row["train/step"], row["train/loss"]) for row in fake.rows if "train/loss" in row]
     assert losses == [(step, 10.0 - step) for step in (*range(1, 8), *range(6, 11))]
-    evaluated = [(row["train/step"], row["eval/a/loss"]) for row in rows if "eval/a/loss" in row]
-    assert evaluated == [(5, 5.0), (10, 10.0)]
+    evaluated = [row["train/step"] for row in fake.rows if "eval/a/loss" in row]
+    assert evaluated == [5, 10]
+
+
+@pytest.mark.oracle
+def test_wandb_itself_keeps_one_run_offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for first, last in ((0, 3), (2, 5)):
+        go_on(tmp_path, fk.WandB(tmp_path, project="p", mode="offline"), first, last)
+        time.sleep(1.1)  # W&B names folders for the second
+    run_id = json.loads((tmp_path / "wandb.json").read_text())["id"]
+    assert len([*(tmp_path / "wandb").glob(f"*run-*-{run_id}")]) == 2
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_costs_one_message(tmp_path, capfd):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     tracker, config = fk.TensorBoard(tmp_path), {"long": "x" * 20_000}
-    try:
-        with MetricsLog(tmp_path, every=1, trackers=(tracker,), config=config) as log:
-            state = steps_of(log, make_state(), [1])
-            time.sleep(0.5)
-            (events,) = (tmp_path / "tensorboard").glob("events*")
-            assert events.stat().st_size > 20_000
-            resource.setrlimit(resource.RLIMIT_FSIZE, (events.stat().st_size + 10, before[1]))
+    with MetricsLog(tmp_path, every=1, trackers=(tracker,), config=config) as log:
+        state = steps_of(log, create(), [1])
+        wait_for(log._trackers[0])
+        (events,) = (tmp_path / "tensorboard").glob("events*")
+        assert events.stat().st_size > 20_000
+        with room(events.stat().st_size + 10):
             steps_of(log, state, [2, 3, 4])
-            time.sleep(0.5)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
+            time.sleep(0.3)
     said = capfd.readouterr().err.splitlines()
-    lines = [line for line in said if line.startswith("tracker ")]  # of ours; it has a thread too
-    assert len(lines) == 1
-    assert lines[0].startswith("tracker TensorBoard failed: OSError: ")
+    (line,) = [line for line in said if line.startswith("tracker ")]  # tensorboard's thread too
+    assert line.startswith("tracker TensorBoard failed: OSError: ")
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
