@@ -6,8 +6,6 @@ import json
 import re
 import shlex
 import shutil
-from contextlib import redirect_stderr
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -19,13 +17,13 @@ from runs import (
     rows_of,
     run_here,
     saved_step,
+    signal_handlers_kept,
     status_of,
     tensors_of,
 )
 
 import forgekit as fk
 from forgekit.cli import main, recipes_folder
-from forgekit.mesh import shutdown
 
 README = Path(__file__).parents[2] / "README.md"
 CHATS, PAIRS = (recipes_folder() / "examples" / f"{n}.jsonl" for n in ("chats", "preferences"))
@@ -220,29 +218,16 @@ def _train(rank, world, folder, recipe, given):
     run_here(recipe, given)
 
 
-def _refused(rank, world, folder, given):
-    found = []
-    for size in ("pp", "cp"):
-        store = dist.FileStore(str(folder / f"store_{size}"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        with pytest.raises(SystemExit) as stop, redirect_stderr(StringIO()) as shown:
-            run_here("dpo", [*given, f"mesh.{size}=2", f"out={folder / size}"])
-        shutdown()  # a run leaves a group that was there before it
-        found.append(
-            (stop.value.code, shown.getvalue(), (folder / size / "metrics.jsonl").exists())
-        )
-    return found
-
-
-def test_preferences_in_a_layout_without_whole_answers_are_refused_at_set_up(base, tmp_path):
+@pytest.mark.parametrize(("size", "reason"), [("pp", "needs the model's"), ("cp", "adds up whole")])
+def test_preferences_in_a_layout_without_whole_answers_are_refused_at_set_up(
+    size, reason, base, tmp_path, capsys
+):
     given = command_line("dpo", base, tmp_path)
-    found = run_ranks(_refused, 2, tmp_path, given, group=False)
-    assert [[(code, ran) for code, _, ran in rank] for rank in found] == [[(2, False)] * 2] * 2
-    (_, pipelined, _), (_, sliced, _) = found[0]
-    assert "error: dpo_loss needs the model's answers" in pipelined
-    assert "Use a mesh with pp=1." in pipelined
-    assert "error: dpo_loss adds up whole answers" in sliced
-    assert "Use a mesh with cp=1." in sliced
+    with signal_handlers_kept():
+        assert main(["plan", "dpo", *given, f"mesh.{size}=2", "--world=2"]) == 1
+    shown = capsys.readouterr().err
+    assert f"dpo_loss {reason} answers" in shown
+    assert f"Use a mesh with {size}=1." in shown
 
 
 LAYOUTS = {

@@ -21,6 +21,7 @@ from unittest import mock
 
 import pytest
 import yaml
+from covering import some_of
 from pool import Forked
 from runs import arguments, last_step, rows_of, saved_step, status_of
 from torch.distributed.run import get_args_parser
@@ -142,7 +143,7 @@ def free_port():
 class Pods:
     """The nodes of a launcher, each with one rank; all end before the block does."""
 
-    def __init__(self, name, log, settings):
+    def __init__(self, name, log, plain, settings):
         commands, nodes = READ[name]()
         commands = commands if name == "skypilot" else [commands] * NODES
         address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
@@ -151,7 +152,7 @@ class Pods:
             for number, (command, node) in enumerate(zip(commands, nodes, strict=True)):
                 given, torchrun = ranks_of(command, node, number)
                 told = {key: str(value) for key, value in (node | torchrun | address).items()}
-                recipe = [str(recipes_folder() / "pretrain.py"), *given, *settings]
+                recipe = [str(plain), *given, *settings]
                 options = {"env": os.environ | told, "cwd": log.parent, "group": 0}
                 self.ranks.append(Forked(recipe, log=stream.fileno(), **options))
 
@@ -207,11 +208,19 @@ def check_finished(out, stopped_at, steps):
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_launcher_stops_a_run_in_time_and_the_same_command_goes_on(name, tmp_path, tokens):
-    out, steps = tmp_path / "run", 40
+def test_a_launcher_starts_the_recipe_on_each_node(name):
+    commands, nodes = READ[name]()
+    commands = commands if name == "skypilot" else [commands] * NODES
+    for number, (command, node) in enumerate(zip(commands, nodes, strict=True)):
+        ranks_of(command, node, number)
+
+
+@pytest.mark.parametrize("name", some_of(READ, "trainjob", "skypilot"))
+def test_a_launcher_stops_a_run_in_time_and_the_same_command_goes_on(name, tmp_path, tokens, plain):
+    out, steps = tmp_path / "run", 20
     # The last of two values counts.
     settings = arguments(out=out, data__path=tokens, steps=steps, save_every=0)
-    with pods(name, tmp_path / "log", settings) as started:
+    with pods(name, tmp_path / "log", plain, settings) as started:
         started.wait_for(lambda: last_step(out) >= 3)
         said = status_of(out)
         assert (said["status"], said["step"], said["total"]) == ("running", 0, steps)
@@ -221,20 +230,19 @@ def test_a_launcher_stops_a_run_in_time_and_the_same_command_goes_on(name, tmp_p
     assert (said["status"], said["reason"]) == ("stopped", "SIGTERM")
     assert 3 <= said["step"] == saved_step(out) == last_step(out) < steps
     assert -1 <= age_s(said) < GRACE_S + 5
-    with pods(name, tmp_path / "log", settings) as again:
+    with pods(name, tmp_path / "log", plain, settings) as again:
         assert again.end() == [0, 0], again.log.read_text()
     check_finished(out, said["step"], steps)
 
 
-def test_exit_codes_tell_a_mistake_from_a_failure(tmp_path, tokens):
+def test_exit_codes_tell_a_mistake_from_a_failure(tmp_path, tokens, plain):
     """2 is what no restart mends; 1 may be a lost node, and the same command goes on."""
     for settings, code, message in (
-        (["optim.lr=fast"], 2, "optim.lr"),
         (["data.path=/nowhere"], 2, "/nowhere"),
         (["steps=30", "optim.lr=1e38"], 1, "bad step"),
     ):
         given = arguments(out=tmp_path / "run", data__path=tokens, steps=3)
-        with pods("jobset", log := tmp_path / f"log{code}", [*given, *settings]) as started:
+        with pods("jobset", log := tmp_path / f"log{code}", plain, [*given, *settings]) as started:
             assert set(started.end()) == {code}, (settings, log.read_text())
         assert message in log.read_text()
 
@@ -287,14 +295,14 @@ def in_ray(folder, recipe, settings):
             rank.wait()
 
 
-def test_in_a_worker_of_ray_its_group_is_used_and_its_deadline_heard(tmp_path, tokens):
+def test_in_a_worker_of_ray_its_group_is_used_and_its_deadline_heard(tmp_path, tokens, plain):
     """No handler of signals in a thread; ``also`` is what tells of the end, to every rank."""
     recipe = tmp_path / "pretrain.py"
-    text = (recipes_folder() / "pretrain.py").read_text()
+    text = plain.read_text()
     edited = 'fk.StopSignal(also=lambda: Path("deadline").exists() and "deadline")'
     assert text.count("fk.StopSignal()") == 1
     recipe.write_text(text.replace("fk.StopSignal()", edited))
-    out, steps = tmp_path / "run", 120
+    out, steps = tmp_path / "run", 40
     settings = arguments(out=out, data__path=tokens, steps=steps, save_every=0, data__workers=0)
 
     def end_of(ranks):
