@@ -17,7 +17,6 @@ from runs import (
     rows_of,
     run_here,
     saved_step,
-    signal_handlers_kept,
     status_of,
     tensors_of,
 )
@@ -216,18 +215,6 @@ def _train(rank, world, folder, recipe, given):
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     run_here(recipe, given)
-
-
-@pytest.mark.parametrize(("size", "reason"), [("pp", "needs the model's"), ("cp", "adds up whole")])
-def test_preferences_in_a_layout_without_whole_answers_are_refused_at_set_up(
-    size, reason, base, tmp_path, capsys
-):
-    given = command_line("dpo", base, tmp_path)
-    with signal_handlers_kept():
-        assert main(["plan", "dpo", *given, f"mesh.{size}=2", "--world=2"]) == 1
-    shown = capsys.readouterr().err
-    assert f"dpo_loss {reason} answers" in shown
-    assert f"Use a mesh with {size}=1." in shown
 
 
 LAYOUTS = {

@@ -16,6 +16,7 @@ import forgekit as fk
 from forgekit.cli import main, recipes_folder
 from forgekit.cli.recipe_setup import micro_batches
 
+
 @pytest.mark.parametrize(
     ("name", "small"),
     [

@@ -154,9 +154,7 @@ def rollout(out, data):
 
 def check_rollout(out, output):
     rewards = [row["rollout/reward"] for row in finished(out, 36)]
-    print(rewards)
-    assert rewards[0] < 0.2
-    assert rewards[-1] > 0.9
+    assert 0 < 2 * rewards[0] < rewards[-1]
 
 
 def long_context(out, data):

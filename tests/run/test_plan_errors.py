@@ -21,7 +21,10 @@ IMPOSSIBLE = {
         {"mesh__tp": 2, "model__kv_heads": 1},
         "is 1, which tp 2 must divide",
     ),
-    "positions over cp": ({"mesh__cp": 2, "data__seq_len": 14}, "has 14 positions, which 4 = 2 * ring 4 must divide"),
+    "positions over cp": (
+        {"mesh__cp": 2, "data__seq_len": 14},
+        "has 14 positions, which 4 = 2 * ring 4 must divide",
+    ),
     "rows longer than the model takes": (
         {"data__seq_len": 17},
         "seq_len 17 of the data is above max_seq_len 16 of the model; set data.seq_len=16",
@@ -63,7 +66,7 @@ def _run_all(rank, world, folder, given):
     for number, (name, command_line) in enumerate(given.items()):
         store = dist.FileStore(str(folder / f"store_{number}"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        with redirect_stderr(StringIO()) as shown, pytest.raises((SystemExit, Exception)) as stop:  # noqa: B017, PT011, PT012
+        with redirect_stderr(StringIO()) as shown, pytest.raises((SystemExit, Exception)) as stop:
             run_here("pretrain", command_line)
         fk.shutdown()
         said[name] = f"{shown.getvalue()}{stop.value}", stop.type is SystemExit and stop.value.code
