@@ -1,4 +1,4 @@
-"""A configuration that cannot run is refused in set-up, by a plan with the sentence of the ranks."""
+"""What cannot run is refused in set-up, and a plan says the sentence that the ranks say."""
 
 from __future__ import annotations
 
