@@ -69,13 +69,22 @@ def load_recipe(recipe: str | Path) -> ModuleType:
     return module
 
 
-def run_here(recipe: str | Path, command_line: Sequence[str]) -> None:
-    """Run a recipe's ``main`` in this process; signal handlers are as before in the end."""
+def run_here(recipe: str | Path, command_line: Sequence[str], *, is_drawn: bool = False) -> None:
+    """Run a recipe's ``main`` in this process; signal handlers are as before in the end.
+
+    The pictures at its end, which take as long as a small run, are left out unless asked for.
+    """
     with (
         signal_handlers_kept(),
         mock.patch.object(sys, "argv", [f"{Path(recipe).stem}.py", *command_line]),
+        mock.patch.object(fk, "wrap_up", fk.wrap_up if is_drawn else draw_nothing),
     ):
         load_recipe(recipe).main()
+
+
+def draw_nothing(*_arguments: Any, **_options: Any) -> str:
+    """Stands in for ``forgekit.wrap_up``."""
+    return ""
 
 
 @contextmanager

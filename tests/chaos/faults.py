@@ -26,7 +26,7 @@ import attrs
 import s3fs
 import torch
 from buckets import IMPATIENT
-from runs import load_recipe
+from runs import draw_nothing, load_recipe
 
 import forgekit as fk
 from forgekit.checkpoints.save import wait_for_saves
@@ -41,6 +41,7 @@ _CAP_DAC_OVERRIDE = 1 << 1
 def run(name: str, faults: Mapping[str, Any]) -> None:
     """Run a recipe's ``main`` with these faults, each a function below and its argument."""
     recipe = load_recipe(name)
+    fk.wrap_up = draw_nothing
     for fault, given in faults.items():
         FAULTS[fault](recipe, given)
     recipe.main()

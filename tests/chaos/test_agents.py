@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from agents import VARIABLES, Agents, rows_by_step, stretches
-from chaos.scene import MOST_LOST, Life
+from chaos.scene import MOST_LOST, Life, in_short
 from chaos.survival import Outcome
 from pool import run_again
 from runs import Job, arguments, assert_same_run, last_step, saved_step, status_of
@@ -80,6 +80,7 @@ def check_run(agents, tmp_path):
         assert sorted(epoch) == list(range(0, ROWS * SEQ_LEN, SEQ_LEN))
 
 
+@pytest.mark.chaos
 def test_the_others_go_on_without_a_lost_agent_and_with_a_new_one(agents, tmp_path, survived):
     run = agents(2)
     run.patience_s = 8
@@ -98,25 +99,6 @@ def test_the_others_go_on_without_a_lost_agent_and_with_a_new_one(agents, tmp_pa
     check_run(run, tmp_path)
     outcome = Outcome(ended=GOES_ON, status="failed", lost=MOST_LOST, after=SAME_SIZES)
     survived("an agent of torchrun and its rank", outcome)
-
-
-def test_a_step_that_fails_twice_ends_the_job(agents):
-    run = agents(2, {"raise_after": 8})
-    run.least = 2
-    both = [run.start(), run.start()]
-    assert all(job.end() != 0 for job in both)
-    assert [event["event"] for event in run.history()] == [
-        *("started", "failed", "started", "failed"),
-        "failed",
-    ]
-    assert run.starts() == [(2, 0), (2, 5)]
-    status = status_of(run.out)
-    assert (status["status"], status["step"]) == ("failed", 7)
-    assert status["reason"].startswith(
-        "failed twice after step 7, and no agent was lost or came in between, so torchrun shall "
-        "not start it again: RuntimeError: this batch is bad"
-    )
-    assert f"error: {run.out} {status['reason']}" in both[0].output + both[1].output
 
 
 REFUSED = {
@@ -144,7 +126,7 @@ def test_a_run_that_another_process_holds_is_not_started_again(agents, tmp_path)
 
 def test_ranks_that_cannot_share_the_batch_wait_for_others_to_come_or_go(agents):
     run = agents(2, {"hurry": 0.5}, global_batch_size=3)
-    run.patience_s = 8
+    run.patience_s = 5
     run.start()
     run.wait_for_steps(1)
     second = run.start()
@@ -304,7 +286,12 @@ def test_the_commands_of_the_page_keep_a_run_going(tmp_path):
             job.kill()
 
 
+AFTER_ONE_STEP = (
+    "failed twice after step 7, and no agent was lost or came in between, so torchrun shall not "
+    "start it again: RuntimeError: this batch is bad"
+)
 FAILING = {
+    "after one step": ({"raise_after": 8}, [(2, 0), (2, 5)], AFTER_ONE_STEP),
     "after two steps in turn": (
         {"raise_after": [8, 7]},
         [(2, 0), (2, 5), (2, 5), (2, 5)],
@@ -323,16 +310,17 @@ FAILING = {
 }
 
 
-@pytest.mark.chaos
-@pytest.mark.parametrize(("fault", "starts", "problem"), FAILING.values(), ids=FAILING)
-def test_what_cannot_go_on_ends_the_job(agents, fault, starts, problem):
+@pytest.mark.parametrize("how", in_short(FAILING, "in the set-up of one rank"))
+def test_what_cannot_go_on_ends_the_job(agents, how):
+    fault, starts, problem = FAILING[how]
     run = agents(2, fault)
     run.least = 2
     both = [run.start(), run.start()]
     assert all(job.end() != 0 for job in both)
     assert run.starts() == starts
     assert status_of(run.out)["status"] == "failed"
-    assert re.match(problem, status_of(run.out)["reason"])
+    assert re.match(problem, reason := status_of(run.out)["reason"])
+    assert f"error: {run.out} {reason}" in both[0].output + both[1].output
 
 
 @pytest.mark.chaos

@@ -74,7 +74,6 @@ def test_killed_on_two_ranks_it_goes_on_from_the_bucket(lives, undisturbed):
     assert status_of(copy)["status"] == "finished"
     assert (copy / "checkpoints" / "latest").read_text() == "step_00000012"
     assert not (copy / ".lease").exists()
-    assert (copy / "report.html").exists()
     assert_same_run(copy, undisturbed(2, **settings))
 
 

@@ -31,6 +31,7 @@ def stopped(scene, stopped_once):
     return scene.out
 
 
+@pytest.mark.chaos
 def test_the_disk_is_full_when_a_checkpoint_is_written(scene, survived):
     """Rows of metrics still fit; training goes on until the next save tells of the failure."""
     full = {"limit_files": (7, 50_000)}

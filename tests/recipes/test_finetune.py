@@ -6,8 +6,6 @@ import json
 import re
 import shlex
 import shutil
-from contextlib import redirect_stderr
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -25,7 +23,6 @@ from runs import (
 
 import forgekit as fk
 from forgekit.cli import main, recipes_folder
-from forgekit.mesh import shutdown
 
 README = Path(__file__).parents[2] / "README.md"
 CHATS, PAIRS = (recipes_folder() / "examples" / f"{n}.jsonl" for n in ("chats", "preferences"))
@@ -218,31 +215,6 @@ def _train(rank, world, folder, recipe, given):
     store = dist.FileStore(str(folder / "store"), world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     run_here(recipe, given)
-
-
-def _refused(rank, world, folder, given):
-    found = []
-    for size in ("pp", "cp"):
-        store = dist.FileStore(str(folder / f"store_{size}"), world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-        with pytest.raises(SystemExit) as stop, redirect_stderr(StringIO()) as shown:
-            run_here("dpo", [*given, f"mesh.{size}=2", f"out={folder / size}"])
-        shutdown()  # a run leaves a group that was there before it
-        found.append(
-            (stop.value.code, shown.getvalue(), (folder / size / "metrics.jsonl").exists())
-        )
-    return found
-
-
-def test_preferences_in_a_layout_without_whole_answers_are_refused_at_set_up(base, tmp_path):
-    given = command_line("dpo", base, tmp_path)
-    found = run_ranks(_refused, 2, tmp_path, given, group=False)
-    assert [[(code, ran) for code, _, ran in rank] for rank in found] == [[(2, False)] * 2] * 2
-    (_, pipelined, _), (_, sliced, _) = found[0]
-    assert "error: dpo_loss needs the model's answers" in pipelined
-    assert "Use a mesh with pp=1." in pipelined
-    assert "error: dpo_loss adds up whole answers" in sliced
-    assert "Use a mesh with cp=1." in sliced
 
 
 LAYOUTS = {

@@ -12,17 +12,15 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import time
-from contextlib import contextmanager
-from datetime import UTC, datetime
+from functools import partial
 from unittest import mock
 
 import pytest
 import yaml
-from pool import Forked
-from runs import arguments, last_step, rows_of, saved_step, status_of
+from covering import some_of
+from runs import arguments, last_step, launch, rows_of, saved_step, status_of
 from torch.distributed.run import get_args_parser
 
 from forgekit.cli import recipes_folder
@@ -112,8 +110,8 @@ def skypilot():
 READ = {"trainjob": trainjob, "jobset": jobset, "skypilot": skypilot}
 
 
-def ranks_of(command, node, number):
-    """Check what torchrun is told; the variables of the one rank that the node has here."""
+def check_torchrun(command, node, number):
+    """Check what torchrun is told on a node."""
     assert command[0] == "torchrun"
     with mock.patch.dict(os.environ, {name: str(value) for name, value in node.items()}):
         given = get_args_parser().parse_args(command[1:])  # which reads PET_*
@@ -127,69 +125,8 @@ def ranks_of(command, node, number):
         assert given.node_rank == number
     assert address in ("forgekit-node-0-0.forgekit", "forgekit-nodes-0-0.forgekit", "10.0.0.1")
     assert 1024 < int(port) < 65536
-    settings = ["out=s3://bucket/runs/a", "data.path=s3://bucket/tokens"]
-    assert (given.training_script, given.training_script_args) == ("pretrain.py", settings)
-    ranks = {"RANK": number, "WORLD_SIZE": NODES, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    return settings, ranks | {"TORCHELASTIC_RUN_ID": given.rdzv_id}
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        return str(free.getsockname()[1])
-
-
-class Pods:
-    """The nodes of a launcher, each with one rank; all end before the block does."""
-
-    def __init__(self, name, log, settings):
-        commands, nodes = READ[name]()
-        commands = commands if name == "skypilot" else [commands] * NODES
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-        self.log, self.ranks = log, []
-        with log.open("ab") as stream:
-            for number, (command, node) in enumerate(zip(commands, nodes, strict=True)):
-                given, torchrun = ranks_of(command, node, number)
-                told = {key: str(value) for key, value in (node | torchrun | address).items()}
-                recipe = [str(recipes_folder() / "pretrain.py"), *given, *settings]
-                options = {"env": os.environ | told, "cwd": log.parent, "group": 0}
-                self.ranks.append(Forked(recipe, log=stream.fileno(), **options))
-
-    def wait_for(self, condition):
-        until = time.monotonic() + 90
-        while not condition():
-            over = all(rank.poll() is not None for rank in self.ranks)
-            assert not over or condition(), self.log.read_text()
-            assert time.monotonic() < until, self.log.read_text()
-            time.sleep(0.01)
-
-    def terminate(self):
-        """What a node that is drained does: SIGTERM to every pod; SIGKILL after the grace."""
-        for rank in self.ranks:
-            rank.send_signal(signal.SIGTERM)
-        until = time.monotonic() + GRACE_S
-        while any(rank.poll() is None for rank in self.ranks) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert all(rank.poll() is not None for rank in self.ranks), "killed after the grace"
-        return [rank.returncode for rank in self.ranks]
-
-    def end(self):
-        return [rank.wait() for rank in self.ranks]
-
-
-@contextmanager
-def pods(*arguments):
-    started = Pods(*arguments)
-    try:
-        yield started
-    finally:
-        for rank in started.ranks:
-            rank.kill()
-            rank.wait()
-
-
-def age_s(status):
-    return (datetime.now(UTC) - datetime.fromisoformat(status["time"])).total_seconds()
+    assert given.training_script == "pretrain.py"
+    assert given.training_script_args == ["out=s3://bucket/runs/a", "data.path=s3://bucket/tokens"]
 
 
 def check_finished(out, stopped_at, steps):
@@ -207,36 +144,55 @@ def check_finished(out, stopped_at, steps):
 
 
 @pytest.mark.parametrize("name", READ)
-def test_a_launcher_stops_a_run_in_time_and_the_same_command_goes_on(name, tmp_path, tokens):
-    out, steps = tmp_path / "run", 40
-    # The last of two values counts.
-    settings = arguments(out=out, data__path=tokens, steps=steps, save_every=0)
-    with pods(name, tmp_path / "log", settings) as started:
-        started.wait_for(lambda: last_step(out) >= 3)
-        said = status_of(out)
-        assert (said["status"], said["step"], said["total"]) == ("running", 0, steps)
-        assert -1 <= age_s(said) < 60
-        assert started.terminate() == [0, 0], started.log.read_text()
-    said = status_of(out)
-    assert (said["status"], said["reason"]) == ("stopped", "SIGTERM")
-    assert 3 <= said["step"] == saved_step(out) == last_step(out) < steps
-    assert -1 <= age_s(said) < GRACE_S + 5
-    with pods(name, tmp_path / "log", settings) as again:
-        assert again.end() == [0, 0], again.log.read_text()
-    check_finished(out, said["step"], steps)
+def test_a_launcher_starts_the_recipe_on_each_node(name):
+    commands, nodes = READ[name]()
+    commands = commands if name == "skypilot" else [commands] * NODES
+    for number, (command, node) in enumerate(zip(commands, nodes, strict=True)):
+        check_torchrun(command, node, number)
 
 
-def test_exit_codes_tell_a_mistake_from_a_failure(tmp_path, tokens):
+@pytest.fixture
+def settings(tmp_path, tokens):
+    """Arguments of a short run into ``run``."""
+    return arguments(out=tmp_path / "run", data__path=tokens, steps=20, save_every=0)
+
+
+@pytest.mark.parametrize("name", some_of(READ, "trainjob", "skypilot"))
+def test_a_launcher_stops_a_run_in_time_and_the_same_command_goes_on(
+    name, tmp_path, plain, settings
+):
+    """A node that is drained gets SIGTERM, and SIGKILL after its grace."""
+    _, nodes = READ[name]()
+    out, variables = tmp_path / "run", {key: str(value) for key, value in nodes[0].items()}
+    started = partial(launch, plain, settings, ranks=NODES, variables=variables)
+    with started(log=tmp_path / "log") as job:
+        job.wait_for(lambda: last_step(out) >= 3, "step 3")
+        assert (status_of(out)["status"], status_of(out)["total"]) == ("running", 20)
+        for rank in job.ranks:
+            rank.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        job.end()
+        assert time.monotonic() - began < GRACE_S
+        assert [rank.wait() for rank in job.ranks] == [0, 0], job.output
+    stopped = status_of(out)
+    assert (stopped["status"], stopped["reason"]) == ("stopped", "SIGTERM")
+    assert 3 <= stopped["step"] == saved_step(out) == last_step(out) < 20
+    with started(log=tmp_path / "log") as job:
+        assert job.end() == 0, job.output
+    check_finished(out, stopped["step"], 20)
+
+
+def test_exit_codes_tell_a_mistake_from_a_failure(tmp_path, plain, settings):
     """2 is what no restart mends; 1 may be a lost node, and the same command goes on."""
-    for settings, code, message in (
-        (["optim.lr=fast"], 2, "optim.lr"),
-        (["data.path=/nowhere"], 2, "/nowhere"),
-        (["steps=30", "optim.lr=1e38"], 1, "bad step"),
+    for changed, code, message in (
+        ("data.path=/nowhere", 2, "/nowhere"),
+        ("optim.lr=1e38", 1, "bad step"),
     ):
-        given = arguments(out=tmp_path / "run", data__path=tokens, steps=3)
-        with pods("jobset", log := tmp_path / f"log{code}", [*given, *settings]) as started:
-            assert set(started.end()) == {code}, (settings, log.read_text())
-        assert message in log.read_text()
+        log = tmp_path / f"log{code}"
+        with launch(plain, [*settings, changed], log=log, ranks=NODES) as job:
+            job.end()
+            assert {rank.wait() for rank in job.ranks} == {code}, job.output
+            assert message in job.output
 
 
 RAY_WORKER = """
@@ -267,55 +223,42 @@ sys.exit(len(ended))
 """
 
 
-@contextmanager
 def in_ray(folder, recipe, settings):
     """Two workers, as Ray starts them."""
     worker = folder / "worker.py"
     worker.write_text(RAY_WORKER.format(launchers=str(LAUNCHERS)))
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
-    words, ranks = [str(worker), str(recipe), *settings], []
-    with (folder / "log").open("wb") as stream:
-        for rank in map(str, range(2)):
-            place = {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": "0", "WORLD_SIZE": "2"}
-            told = os.environ | place | {"LOCAL_WORLD_SIZE": "2"} | address
-            ranks.append(Forked(words, log=stream.fileno(), env=told, cwd=folder, group=0))
-    try:
-        yield ranks
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    words = [str(recipe), *settings]
+    return launch(worker, words, log=folder / "log", ranks=2, cwd=folder)
 
 
-def test_in_a_worker_of_ray_its_group_is_used_and_its_deadline_heard(tmp_path, tokens):
+def test_in_a_worker_of_ray_its_group_is_used_and_its_deadline_heard(tmp_path, tokens, plain):
     """No handler of signals in a thread; ``also`` is what tells of the end, to every rank."""
     recipe = tmp_path / "pretrain.py"
-    text = (recipes_folder() / "pretrain.py").read_text()
+    text = plain.read_text()
     edited = 'fk.StopSignal(also=lambda: Path("deadline").exists() and "deadline")'
     assert text.count("fk.StopSignal()") == 1
     recipe.write_text(text.replace("fk.StopSignal()", edited))
-    out, steps = tmp_path / "run", 120
+    out, steps = tmp_path / "run", 40
     settings = arguments(out=out, data__path=tokens, steps=steps, save_every=0, data__workers=0)
 
-    def end_of(ranks):
-        return [rank.wait() for rank in ranks], (tmp_path / "log").read_text()
+    def end_of(job):
+        job.end()
+        return [rank.wait() for rank in job.ranks], job.output
 
-    with in_ray(tmp_path, recipe, settings) as ranks:
-        while last_step(out) < 3:
-            assert any(rank.poll() is None for rank in ranks), (tmp_path / "log").read_text()
-            time.sleep(0.01)
+    with in_ray(tmp_path, recipe, settings) as job:
+        job.wait_for(lambda: last_step(out) >= 3, "step 3")
         (tmp_path / "deadline").touch()
-        codes, written = end_of(ranks)
+        codes, written = end_of(job)
     assert codes == [0, 0], written
     assert written.count("a group of 2 and no error") == 2
     stopped = status_of(out)
     assert (stopped["status"], stopped["reason"]) == ("stopped", "deadline")
     assert stopped["step"] == saved_step(out) == last_step(out)
     (tmp_path / "deadline").unlink()
-    with in_ray(tmp_path, recipe, settings) as ranks:
-        assert end_of(ranks)[0] == [0, 0], written
+    with in_ray(tmp_path, recipe, settings) as job:
+        assert end_of(job)[0] == [0, 0], written
     check_finished(out, stopped["step"], steps)
-    with in_ray(tmp_path, recipe, [*settings, "optim.lr=fast"]) as ranks:
-        codes, written = end_of(ranks)
+    with in_ray(tmp_path, recipe, [*settings, "optim.lr=fast"]) as job:
+        codes, written = end_of(job)
     assert codes == [1, 1], "Ray counts an error, and would take SystemExit for a success"
     assert re.search(r"and .*pretrain.py ended with code 2; see status.json", written)

@@ -27,7 +27,7 @@ WRONG = {
 }
 
 FAILED = {
-    "hangs": (verified.hangs, r"of 2 ranks 0, 1 did not finish within 8 s.*verified.py.* in hangs"),
+    "hangs": (verified.hangs, r"of 2 ranks 0, 1 did not finish within 4 s.*verified.py.* in hangs"),
     "dies": (verified.dies, r"rank 1 of 2 died without an error of its own\."),
     "another mesh": (
         verified.another_mesh,
@@ -78,7 +78,7 @@ def test_what_is_right_is_equal(name):
 @pytest.mark.parametrize("name", FAILED)
 def test_a_rank_that_fails_is_reported_with_its_message(name):
     build, message = FAILED[name]
-    report = fk.verify(build, layout(tp=2), timeout_s=8 if name == "hangs" else 60)
+    report = fk.verify(build, layout(tp=2), timeout_s=4 if name == "hangs" else 60)
     assert not report.equal
     assert report.rows == report.broken == ()
     assert re.search(message, report.failure, re.S), report.failure
