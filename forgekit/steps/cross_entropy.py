@@ -184,20 +184,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_weight = None
         if backward and needs_weight:
             grad_weight = torch.empty_like(weight, dtype=wide(weight.dtype))
-        take = _take_chunk if columns is None else partial(_take_shared_chunk, columns=columns)
         size = chunk_rows(weight)
         chunks = zip(hidden.split(size), labels.split(size), strict=True)
         losses: list[Tensor] = []
         for number, (part, targets) in enumerate(chunks):
-            is_masked = (targets == IGNORED)[:, None]
+            is_target = targets != IGNORED
             # Not bound to a name here: the chunk's logits are to be gone before its gradient.
-            of_rows, gradient = take(part @ weight.T, targets, is_masked, z_loss, backward)
+            of_rows, gradient = _take_chunk(
+                part @ weight.T, targets, is_target, z_loss, columns, backward
+            )
             losses.append(of_rows)
             if grad_hidden is not None:
                 start = number * size
                 torch.mm(gradient, weight, out=grad_hidden[start : start + size])
             if grad_weight is not None:
-                part = part.masked_fill(is_masked, 0.0)
+                part = part.masked_fill(~is_target[:, None], 0.0)
                 _add_product(grad_weight, gradient, part, is_first=number == 0)
         each = torch.cat(losses) if losses[1:] else losses[0]
         ctx.save_for_backward(grad_hidden, grad_weight)
@@ -220,77 +221,34 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _take_chunk(
-    logits: Tensor, labels: Tensor, is_masked: Tensor, z_loss: float, backward: bool
+    logits: Tensor,
+    labels: Tensor,
+    is_target: Tensor,
+    z_loss: float,
+    columns: Columns | None,
+    backward: bool,
 ) -> tuple[Tensor, Tensor]:
     """Losses of some positions, ``[n]``, and the gradient of their sum by the logits, ``[n v]``."""
     dtype = logits.dtype
-    log_p = torch.log_softmax(logits, -1, dtype=wide(dtype))
-    # A label outside the vocabulary fails here, instead of training class 0.
-    losses = F.nll_loss(log_p, labels, ignore_index=IGNORED, reduction="none")
-    log_z = _log_partition(logits, losses, labels) if z_loss else None
-    if log_z is not None:
-        losses = losses + z_loss * log_z.square()
-    if not backward:
-        return losses, log_p
-    del logits
-    return losses, _gradient(log_p, log_z, labels, is_masked, z_loss).to(dtype)
-
-
-def _take_shared_chunk(
-    logits: Tensor,
-    labels: Tensor,
-    is_masked: Tensor,
-    z_loss: float,
-    backward: bool,
-    *,
-    columns: Columns,
-) -> tuple[Tensor, Tensor]:
-    """The same of a rank's part of the vocabulary, in one collective; all find the same losses."""
-    dtype, is_target = logits.dtype, ~is_masked[:, 0]
     column, is_here = find_columns(labels, is_target, logits.shape[1], columns)
     rows, exponentials = measure_rows(logits.to(wide(dtype)), column, is_here)
     del logits
     top, scales, sums = combine_rows(rows, columns)
     log_total = sums[0].log()
     losses = log_total - (sums[1] - top)
-    # Of the losses by the logits, but for the labels: the exponentials times this.
-    slope = scales[columns.mesh.get_local_rank()] / sums[0]
+    # The gradient is `slope * softmax - one_hot(label)`; of the exponentials it is this times them.
+    slope = scales[0 if columns is None else columns.mesh.get_local_rank()] / sums[0]
     if z_loss:
         log_z = top + log_total
         losses = losses + z_loss * log_z.square()
         slope = slope * (1 + 2 * z_loss * log_z)
     # `where`, not a product: masked values may be NaN.
-    losses, slope = torch.where(is_target, losses, 0.0), torch.where(is_target, slope, 0.0)
+    losses = torch.where(is_target, losses, 0.0)
     if not backward:
         return losses, exponentials
     gradient = exponentials.mul_(slope[:, None])
-    # Rows without a target may hold NaN, which their zero slope has not removed.
-    gradient.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
     gradient.scatter_add_(1, column, -is_here[:, None].to(gradient.dtype))
-    return losses, gradient.to(dtype)
-
-
-def _log_partition(logits: Tensor, losses: Tensor, labels: Tensor) -> Tensor:
-    """Logarithm of each position's sum of exponentials, ``[n]``; 0 without a target."""
-    chosen = logits.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    # `where`, not a product: masked values may be NaN.
-    return torch.where(labels != IGNORED, chosen.to(losses.dtype) + losses, 0.0)
-
-
-def _gradient(
-    log_p: Tensor, log_z: Tensor | None, labels: Tensor, is_masked: Tensor, z_loss: float
-) -> Tensor:
-    """Gradient of the summed losses by the logits, ``[n v]``, in the memory of ``log_p``.
-
-    That is ``slope * softmax - one_hot(label)`` with ``slope = 1 + 2 * z_loss * log_z``, and zero
-    in rows without a target, whatever they hold.
-    """
-    gradient = log_p.exp_()
-    if log_z is not None:
-        gradient *= (1 + 2 * z_loss * log_z)[:, None]
-    column = labels.clamp(min=0)[:, None]
-    gradient.scatter_add_(1, column, gradient.new_full((), -1.0).expand(column.shape))
-    return gradient.masked_fill_(is_masked, 0.0)
+    return losses, gradient.masked_fill_(~is_target[:, None], 0.0).to(dtype)
 
 
 def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, *, is_first: bool) -> None:
