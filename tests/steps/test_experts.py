@@ -313,8 +313,6 @@ def test_nothing_is_read_by_the_host():
 
 LONG = {
     "PP2": {"pp": 2},
-    "EP2": {"dp_shard": 2, "ep": 2},
-    "FSDP2": {"dp_shard": 2},
     "CP2": {"cp": 2},
     "CP2xEP2": {"cp": 2, "ep": 2},
     "EP2xFSDP2": {"dp_shard": 4, "ep": 2},

@@ -302,19 +302,6 @@ def _add_up(self, x, along):
     return out
 
 
-class _Held(form(block=NormBlock)):
-    """Blocks in a plain list, which no stage could leave out."""
-
-    def after(self):
-        self.held = (list(self.layers),)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.held[0]:
-            x = layer(x)
-        return self.top(x)
-
-
 def _closures():
     """Blocks and a model that share a list of the function around both."""
     along = []
@@ -409,10 +396,6 @@ REFUSED = {
     "an embedding's weight": (
         form(each(lambda self, n, layer, x: layer(x + self.embed.weight[0]))),
         r"embed, which another pipeline stage holds, is read for 'weight'",
-    ),
-    "blocks in a plain list": (
-        _Held,
-        r"layers\.\d was called on a rank whose pipeline stages do not have it|ended in pipeline s",
     ),
 }
 

@@ -235,19 +235,6 @@ def test_a_bad_step_changes_nothing_on_any_rank(world, build, what):
         assert result == (True, True, [(1.0, 1), (1.0, 2)], 4, 0, True, targets)
 
 
-def test_the_fused_path_equals_multiply_then_step():
-    results = []
-    for fused in (True, False):
-        model = fk.Transformer(SPEC)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=fused, foreach=False)
-        state = fk.TrainState.create(model, optimizer)
-        step = fk.make_step(logits_loss, schedule=CONSTANT, max_norm=0.05)
-        for seed in range(4):
-            state, _ = step(state, _batches(seed=seed))
-        results.append(full_tensors(state.model))
-    assert relative_error(*results) < 1e-5
-
-
 def test_counts_of_different_kinds_add_up_exactly_above_two_to_the_24():
     """Stacked together they would all be float32, and the first one 2**24."""
     counts = [torch.tensor(2**24 + 1), torch.tensor(1.5), 2.5]
