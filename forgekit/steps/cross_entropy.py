@@ -262,14 +262,12 @@ def _take_shared_chunk(
         losses = losses + z_loss * log_z.square()
         slope = slope * (1 + 2 * z_loss * log_z)
     # `where`, not a product: masked values may be NaN.
-    losses, slope = torch.where(is_target, losses, 0.0), torch.where(is_target, slope, 0.0)
+    losses = torch.where(is_target, losses, 0.0)
     if not backward:
         return losses, exponentials
     gradient = exponentials.mul_(slope[:, None])
-    # Rows without a target may hold NaN, which their zero slope has not removed.
-    gradient.nan_to_num_(nan=0.0, posinf=math.inf, neginf=-math.inf)
     gradient.scatter_add_(1, column, -is_here[:, None].to(gradient.dtype))
-    return losses, gradient.to(dtype)
+    return losses, keep_rows_(gradient, is_target).to(dtype)
 
 
 def _log_partition(logits: Tensor, losses: Tensor, labels: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,26 +34,6 @@ from forgekit.steps.losses import keep_rows_
 from forgekit.tensors import wide
 
 
-@overload
-def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float = 1.0,
-    *,
-    entropy: Literal[False] = False,
-    batch_invariant: bool = False,
-) -> Tensor: ...
-@overload
-def linear_log_probs(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    temperature: float = 1.0,
-    *,
-    entropy: Literal[True],
-    batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]: ...
 def linear_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -62,7 +42,7 @@ def linear_log_probs(
     *,
     entropy: bool = False,
     batch_invariant: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Log-probabilities of labels under ``softmax(hidden @ weight.T / temperature)``.
 
     Differentiable, in chunks of rows. Pass it as a head inside a model's forward:

@@ -1,7 +1,6 @@
 """A job of the pool: one layout on its ranks, and in it any number of cells, one after another.
 
-Every rank sends the pieces of tensors that it holds and where they belong, and whoever asked puts
-them together: ranks need no collectives for it, and copies of a piece must be bitwise the same.
+Every rank sends the whole of the tensors that it has a part of; ranks must send the same bits.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import attrs
-import numpy as np
 import torch
 from distributed.batches import global_batch
 from distributed.experts import balance_of
@@ -19,7 +16,6 @@ from distributed.models import BUILDERS, LOSSES, MAX_NORM, SCHEDULES, build_mode
 from lab import full
 from pool import run_again
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import forgekit as fk
 
@@ -59,27 +55,11 @@ def run_cells(rank: int, world: int, cells: Sequence[Cell]) -> list[Found]:
     return found
 
 
-@attrs.frozen
-class Piece:
-    """What one rank holds of a tensor.
-
-    Attributes:
-        shape: Of the whole tensor.
-        places: Where each value belongs in the whole, flattened.
-        values: The values, flattened.
-    """
-
-    shape: tuple[int, ...]
-    places: np.ndarray[Any, Any]
-    values: np.ndarray[Any, Any]
-
-
 class LaidOut:
     """A model in its layout, and what it started from."""
 
     def __init__(self, model: nn.Module, mesh: Any) -> None:
         self.model, self.mesh = model, mesh
-        self._places: dict[Any, np.ndarray[Any, Any]] = {}
         self.shards = {n: p.detach().clone() for n, p in model.named_parameters()}
         self.start = self.send(self.shards)
         self.balance = {n: b.clone() for n, b in model.named_buffers()}
@@ -93,31 +73,11 @@ class LaidOut:
                 buffer.copy_(self.balance[name])
         return fk.TrainState.create(self.model, BUILDERS[optimizer](self.model), mesh=self.mesh)
 
-    def send(self, tensors: Mapping[str, Tensor], factor: Any = 1) -> dict[str, Piece]:
-        """This rank's pieces of tensors, times a factor."""
-        pieces = {}
-        for name, tensor in tensors.items():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            values = (local.detach() * factor).flatten().numpy(force=True).copy()
-            pieces[name] = Piece(tuple(tensor.shape), self._places_of(tensor), values)
-        return pieces
+    def send(self, tensors: Mapping[str, Tensor], factor: Any = 1) -> dict[str, Tensor]:
+        """Whole tensors, times a factor."""
+        return {name: (full(t.detach()) * factor).cpu() for name, t in tensors.items()}
 
-    def _places_of(self, tensor: Tensor) -> np.ndarray[Any, Any]:
-        """Where the values that this rank holds belong; a collective for each way of sharing."""
-        if not isinstance(tensor, DTensor):
-            return np.arange(tensor.numel(), dtype=np.int32)
-        mesh, placements = tensor.device_mesh, tensor.placements
-        key = tensor.shape, placements, mesh
-        if key not in self._places:
-            local, rank = tensor.to_local(), mesh.get_rank()
-            numbers = (torch.arange(local.numel()) + (rank << 32)).view(local.shape)
-            spread = {"shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
-            whole = full(DTensor.from_local(numbers, mesh, placements, **spread)).flatten().cpu()
-            mine = (whole >> 32 == rank).nonzero()[:, 0]
-            self._places[key] = mine[whole[mine].argsort()].to(torch.int32).numpy()
-        return self._places[key]
-
-    def send_parameters(self) -> dict[str, Piece]:
+    def send_parameters(self) -> dict[str, Tensor]:
         return self.send(dict(self.model.named_parameters()))
 
 
@@ -195,11 +155,11 @@ def _counters(state: fk.TrainState) -> dict[str, Any]:
 
 
 def merge(by_rank: Sequence[Found], *, agree: bool = True) -> Found:
-    """One answer from all ranks: tensors put together, everything else as on the first.
+    """One answer from all ranks: of each name what the first rank has that has it.
 
     Args:
         by_rank: What each rank found.
-        agree: Raise unless copies of a piece, and numbers, are bitwise the same on every rank.
+        agree: Raise unless tensors and numbers are bitwise the same on every rank that has them.
     """
     keys = dict.fromkeys(key for found in by_rank for key in found)
     return {key: _merge_values([f[key] for f in by_rank if key in f], agree) for key in keys}
@@ -208,21 +168,9 @@ def merge(by_rank: Sequence[Found], *, agree: bool = True) -> Found:
 def _merge_values(values: list[Any], agree: bool) -> Any:
     if isinstance(values[0], dict):
         return merge(values, agree=agree)
-    if isinstance(values[0], Piece):
-        return _put_together(values, agree)
-    assert not agree or all(value == values[0] for value in values), f"ranks differ: {values}"
+    if isinstance(values[0], Tensor):  # by bytes: NaN is the same as NaN
+        alike = [value.numpy().tobytes() == values[0].numpy().tobytes() for value in values]
+        assert not agree or all(alike), "ranks hold different copies"
+    else:
+        assert not agree or all(value == values[0] for value in values), f"ranks differ: {values}"
     return values[0]
-
-
-def _put_together(pieces: list[Piece], agree: bool) -> Tensor:
-    first = pieces[0]
-    whole = np.empty(np.prod(first.shape, dtype=int), first.values.dtype)
-    known = np.zeros(whole.shape, dtype=bool)
-    for piece in pieces:
-        assert piece.shape == first.shape
-        twice = known[piece.places]
-        same = whole[piece.places][twice].tobytes() == piece.values[twice].tobytes()
-        assert same or not agree, "ranks hold different copies"
-        whole[piece.places], known[piece.places] = piece.values, True
-    assert known.all(), "nobody holds some of it"
-    return torch.from_numpy(whole.reshape(first.shape))

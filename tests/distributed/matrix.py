@@ -1,24 +1,17 @@
 """The table that the oracle walks: layouts, what varies inside each, and which cells are run.
 
-The default run takes two steps of few and cheap cells, chosen by a rule:
-
-- each layout computes in float32 once;
-- each layout of two ranks computes in bfloat16 and in float64 too; full pipelines take turns;
-- among the layouts of two ranks each pair of values of any two factors occurs in float32, and again
-  among the larger layouts;
-- each mesh dimension meets each value of each factor, and kinds of data with either loss differ
-  among its cells as much as they can.
-
-``make oracle`` takes the full product, five steps of each cell.
+The default run takes a cell of two steps for each cheap layout, among which each mesh dimension
+meets each value of each factor, in float32 and in float64; a few are in bfloat16 too. Layouts of
+eight ranks and most of those of four are left to ``make oracle``, which takes the full product,
+five steps of each cell.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -44,9 +37,8 @@ class Row:
 
     Attributes:
         sizes: Mesh dimensions above 1; ``dp_shard`` is 1 if it is not named.
-        micros: Numbers of micro-batches: the fewest that are legal and one more.
-        steady: Further ones, with which a pipeline is full and which need several rounds; taken
-            by the cells in bfloat16 and float64.
+        micros: Numbers of micro-batches: the fewest that are legal, and more;
+            with those a pipeline is full.
         options: Arguments of ``parallelize``.
         layers: Blocks of the model, one for each stage of a pipeline.
         experts: Whether the model's feed-forwards are spread over ``ep``.
@@ -55,7 +47,6 @@ class Row:
 
     sizes: Mapping[str, int]
     micros: tuple[int, int] = (1, 2)
-    steady: tuple[int, int] | None = None
     options: Mapping[str, Any] = attrs.field(factory=dict)
     layers: int = 2
     experts: bool = False
@@ -76,8 +67,8 @@ class Row:
         return self.size("dp_replicate") * self.size("dp_shard")
 
 
-WIDTHS = ("bf16", "fp64")
-"""What a cell computes in besides float32."""
+WIDTHS = ("fp32", "fp64")
+"""What the cells of the default run compute in."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev")
 SINGLE = ("gpipe", "1f1b")
 """Schedules with one stage on a rank; the others have two."""
@@ -87,8 +78,7 @@ def _pipeline(ranks: int, schedule: str) -> Row:
     fewest = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(schedule, 1)
     return Row(
         {"pp": ranks},
-        micros=(fewest, fewest + 1),
-        steady=(ranks + 1, 2 * ranks) if fewest == 1 else None,
+        micros=(fewest, max(2 * ranks, fewest + 1)),
         options={"pipeline_schedule": schedule},
         layers=ranks if schedule in SINGLE else 2 * ranks,
     )
@@ -119,6 +109,14 @@ LAYOUTS: dict[str, Row] = {
     "ep2": Row({"dp_shard": 2, "ep": 2}, options={"plan": EXPERTS_PLAN}, experts=True),
     "ep2-fsdp2": Row({"dp_shard": 4, "ep": 2}, options={"plan": EXPERTS_PLAN}, experts=True),
 }
+
+LONG = {"fsdp4", "fsdp2-tp2-cp2", "fsdp2-tp2-pp2", "ep2-fsdp2"}
+LONG |= {f"pp4-{name}" for name in SCHEDULES if name != "1f1b"}
+"""Layouts of which the default run has no cell; pairs of their dimensions have one."""
+ROUGH = ("fsdp2", "tp2", "cp2-ring", "pp2-zbv")
+"""Layouts that compute in bfloat16 too."""
+SEED = 3987
+"""With which each mesh dimension meets each value of each factor: `test_matrix.py`."""
 
 
 def _routed(sizes: Mapping[str, int], micros: tuple[int, int] = (1, 3), **options: Any) -> Row:
@@ -187,48 +185,15 @@ class Cell:
         return "-".join((self.layout, *map(str, parts)))
 
 
-@functools.cache
 def default_cells() -> list[Cell]:
-    """The cells of the rule above: each takes what meets most of what is left, the cheapest of it.
-
-    Dear layouts choose last, when little is left.
-    """
-    groups = sorted(_groups(), key=lambda cells: _cost(cells[0]))
-    left = set().union(*(_met(cell) for cells in groups for cell in cells))
-    chosen = []
-    for cells in groups:
-        chosen.append(max(cells, key=lambda cell: (len(_met(cell) & left), -_cost(cell))))
-        left -= _met(chosen[-1])
-    return sorted(chosen, key=lambda cell: list(LAYOUTS).index(cell.layout))
-
-
-def _groups() -> Iterator[list[Cell]]:
-    """Cells of which the default run takes one: those of a layout in one dtype."""
-    turns = itertools.cycle(WIDTHS)
-    for layout, row in LAYOUTS.items():
-        yield [attrs.evolve(cell, steps=2) for cell in full_cells([layout])]
-        dtypes = [] if row.world > 2 else [next(turns)] if row.size("pp") > 1 else WIDTHS
-        for dtype in dtypes:
-            micros = (row.steady or row.micros)[WIDTHS.index(dtype)]
-            cells = (Cell(layout, micros, *values) for values in _product(FACTORS))
-            yield [attrs.evolve(cell, dtype=dtype, steps=2) for cell in cells]
-
-
-def _met(cell: Cell) -> set[Any]:
-    """What a cell adds: its values to each mesh dimension and, in float32, each pair of them."""
-    values = [(name, getattr(cell, name)) for name in FACTORS]
-    together = cell.targets, cell.packed, cell.loss
-    met: set[Any] = set(itertools.product(cell.row.sizes, [*values, together]))
-    if cell.dtype == "fp32":
-        values.append(("micros", cell.row.micros.index(cell.micros)))
-        met |= {(cell.row.world > 2, *pair) for pair in itertools.combinations(values, 2)}
-    return met
-
-
-def _cost(cell: Cell) -> float:
-    """About how long a cell takes, in passes of a block."""
-    passes = cell.micros * cell.row.layers * (3 + (cell.recompute != "none"))
-    return cell.row.world * (1 + 10 * (cell.row.size("tp") > 1)) * passes
+    """The cells of the default run: combinations that are drawn, so that they differ."""
+    layouts = [*(name for name in LAYOUTS if name not in LONG), *ROUGH]
+    every = list(itertools.product((0, 1), *FACTORS.values(), WIDTHS))
+    cells = []
+    for layout, row in zip(layouts, random.Random(SEED).sample(every, len(layouts)), strict=True):
+        which, *values = row
+        cells.append(Cell(layout, LAYOUTS[layout].micros[which], *values, steps=2))
+    return [*cells[: -len(ROUGH)], *(attrs.evolve(c, dtype="bf16") for c in cells[-len(ROUGH) :])]
 
 
 def some_cells(layout: str) -> list[Cell]:

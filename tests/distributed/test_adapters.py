@@ -22,12 +22,12 @@ reference = cache(adapted.reference)
 FULL, SELECTIVE = {"activation_checkpoint": "full"}, {"activation_checkpoint": "selective"}
 CASES = {
     "fsdp2": ("dense", 2, {"dp_shard": 2}, {}),
-    "tp2": ("dense", 2, {"tp": 2}, {}),
     "pp2": ("dense", 2, {"pp": 2}, {}),
     "ep2": ("experts", 2, {"dp_shard": 2, "ep": 2}, {}),
     "experts tp2": ("experts", 2, {"tp": 2}, {}),
 }
 LONG = {
+    "tp2": ("dense", 2, {"tp": 2}, {}),
     "hsdp": ("dense", 4, {"dp_replicate": 2, "dp_shard": 2}, {}),
     "fsdp2 tp2": ("dense", 4, {"dp_shard": 2, "tp": 2}, {}),
     "fsdp2 tp2 recomputed": ("dense", 4, {"dp_shard": 2, "tp": 2}, FULL),

@@ -38,8 +38,7 @@ def _count(rank, world, layout):
 
 
 KINDS = {
-    *("ddp2", "fsdp2", "hsdp2x2", "tp2", "cp2-ring", "cp2-ulysses", "ep2"),
-    *("pp2-1f1b", "pp2-zbv", "pp2-fsdp2"),
+    *("hsdp2x2", "tp2", "cp2-ring", "cp2-ulysses", "ep2", "pp2-zbv", "pp2-fsdp2"),
 }
 """Each kind of collective, stages with one part and with two, and dimensions that share FSDP."""
 

@@ -116,23 +116,3 @@ def test_a_packed_base_trains_as_in_one_process(case, tmp_path):
 @pytest.mark.parametrize("case", LONG.values(), ids=LONG.keys())
 def test_a_packed_base_trains_as_in_one_process_in_more_layouts(case, tmp_path):
     check(case, tmp_path)
-
-
-def find_roughly(rank, world, dtype, options):
-    state = lay_out(move(packed.build(dtype)), {"dp_shard": world}, **options)
-    turn, ranks = fk.data_ranks(state.mesh)
-    found = mean_gradients(state, [row[turn] for row in batches_of(ranks)], loss_fn)
-    expected = reference(ranks)
-    assert found.keys() == expected.keys()
-    return max(float((found[n].double() - e).norm() / e.norm()) for n, e in expected.items())
-
-
-@pytest.mark.oracle
-@pytest.mark.parametrize(
-    ("dtype", "options"), [(torch.float32, {"precision": "bf16"}), (torch.bfloat16, {})]
-)
-def test_a_packed_base_trains_in_16_bits(dtype, options):
-    """As near to float64 as one process in the same dtypes."""
-    alone = run_again(find_roughly, 1, dtype, options)[0]
-    assert 1e-4 < alone < 0.2
-    assert run_again(find_roughly, 2, dtype, options)[0] < 1.5 * alone

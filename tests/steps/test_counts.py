@@ -8,17 +8,13 @@ from functools import partial
 import pytest
 import torch
 from covering import in_turn
-from lab import MICRO_BATCHES, SPEC, build_state, full_tensors, global_batch, is_kept, lay_out
+from lab import MICRO_BATCHES, build_state, full_tensors, global_batch, is_kept, lay_out
 from pool import run_again, run_ranks
-from torch import Tensor
 
 import forgekit as fk
 
 NAN = math.nan
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
-    "tp2": (2, {"tp": 2}),
-    "cp2": (2, {"cp": 2}),
-    "pp2": (2, {"pp": 2}),
     "hsdp2": (2, {"dp_replicate": 2, "dp_shard": 1}),
     "tp2, fsdp2": (4, {"tp": 2, "dp_shard": 2}),
     "cp2, pp2": (4, {"cp": 2, "pp": 2}),
@@ -52,15 +48,14 @@ def test_what_is_counted_ahead_is_counted_once_in_every_layout(world, layout):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("count", [2049, 70_001, 2**24 - 1])
-@pytest.mark.parametrize("kind", ["int", "tensor"])
-def test_with_mean_of_sixteen_bits_keeps_the_whole_count(dtype, count, kind):
+@pytest.mark.parametrize("count", [2049, torch.tensor(70_001)])
+def test_with_mean_of_sixteen_bits_keeps_the_whole_count(dtype, count):
     """2,049 is no number of 11 bits, and float16 ends at 65,504."""
     aux = torch.tensor(0.75, dtype=dtype, requires_grad=True)
-    base = fk.Loss(torch.tensor(5.0), count if kind == "int" else torch.tensor(count))
+    base = fk.Loss(torch.tensor(5.0), count)
     loss = base.with_mean(aux, weight=0.5)
     assert loss.sum.dtype == torch.float32
-    assert loss.sum.item() == torch.tensor(5.0 + 0.375 * count).item()
+    assert loss.sum.item() == torch.tensor(5.0 + 0.375 * int(count)).item()
     assert loss.count is base.count
 
 
@@ -132,34 +127,15 @@ def test_a_step_with_a_count_below_zero_is_a_bad_one_on_every_rank(name, sizes):
 # Labels that cannot hold what they have to
 
 
-def _by_logits(labels: Tensor, vocab: int) -> fk.Loss:
-    return fk.cross_entropy(torch.zeros(*labels.shape, vocab), labels)
+UNFIT = [(torch.float32, 10), (torch.bool, 10), (torch.uint8, 10), (torch.int16, 50257)]
 
 
-def _by_hidden(labels: Tensor, vocab: int) -> fk.Loss:
-    return fk.linear_cross_entropy(torch.zeros(*labels.shape, 2), torch.zeros(vocab, 2), labels)
-
-
-UNFIT = [
-    *((dtype, 10) for dtype in (torch.float32, torch.bool, torch.uint8, torch.uint64)),
-    *((torch.int8, 129), (torch.int16, 50257)),
-]
-
-
-@pytest.mark.parametrize("loss_of", [_by_logits, _by_hidden])
 @pytest.mark.parametrize(("dtype", "vocab"), UNFIT, ids=str)
-def test_labels_that_cannot_be_right_are_refused(loss_of, dtype, vocab):
+def test_labels_that_cannot_be_right_are_refused(dtype, vocab):
+    hidden, weight, labels = torch.zeros(1, 3, 2), torch.zeros(vocab, 2), torch.zeros(1, 3)
     message = rf"^labels hold {dtype}, in which not all of -100 and the ids up to {vocab - 1} have"
     with pytest.raises(TypeError, match=message):
-        loss_of(torch.zeros(1, 3).to(dtype), vocab)
-    loss_of(torch.zeros(1, 3, dtype=torch.int8), 128)
-
-
-@pytest.mark.parametrize("label", [SPEC.vocab_size, 2**31, -1, -101])
-def test_a_step_with_a_label_outside_the_vocabulary_raises(label):
-    state = build_state({}, 1)
-    batch = global_batch(1)[0][0]
-    batch["labels"][0, 0] = label
-    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        fk.accumulate(state, [batch], lambda m, b: fk.cross_entropy(m(b["input_ids"]), b["labels"]))
-    assert all(p.grad is None for p in state.model.parameters())
+        fk.linear_cross_entropy(hidden, weight, labels.to(dtype))
+    with pytest.raises(TypeError, match=message):
+        fk.cross_entropy(hidden @ weight.T, labels.to(dtype))
+    fk.linear_cross_entropy(hidden, torch.zeros(128, 2), labels.to(torch.int8))

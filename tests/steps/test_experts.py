@@ -99,25 +99,6 @@ def watch(model):
     return entered
 
 
-def terms_of(layer, x, batch, spec=None):
-    """The router terms of one layer by their formulas, from what goes into it."""
-    spec, is_token = spec or layer.spec, batch["doc_ids"] >= 0
-    logits = x @ layer.router.weight.T
-    probabilities = logits.softmax(-1)
-    bias = layer.router.selection_bias
-    choice = (probabilities if bias is None else probabilities + bias).topk(spec.top_k).indices
-    if spec.force_balance:
-        choice = (torch.arange(choice.numel()) % spec.experts).view(choice.shape)
-    hits = F.one_hot(choice, spec.experts).sum(2).double() * is_token.unsqueeze(-1)
-    counts = hits.sum((0, 1))
-    per_row = hits.sum(1, keepdim=True) / hits.sum((1, 2)).clamp(min=1)[:, None, None]
-    load = layer.router.load.double()
-    value = spec.aux_loss * spec.experts * (load * probabilities).sum(-1)
-    value = value + spec.sequence_aux_loss * spec.experts * (per_row * probabilities).sum(-1)
-    value = value + spec.z_loss * logits.logsumexp(-1) ** 2
-    return (value * (batch["labels"] != -100)).sum(), counts
-
-
 def run(state, batches, loss_fn=loss_fn):
     """Gradients, and how often each expert was chosen."""
     totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
@@ -332,8 +313,6 @@ def test_nothing_is_read_by_the_host():
 
 LONG = {
     "PP2": {"pp": 2},
-    "EP2": {"dp_shard": 2, "ep": 2},
-    "FSDP2": {"dp_shard": 2},
     "CP2": {"cp": 2},
     "CP2xEP2": {"cp": 2, "ep": 2},
     "EP2xFSDP2": {"dp_shard": 4, "ep": 2},

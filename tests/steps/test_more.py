@@ -1,180 +1,183 @@
-"""A step in several calls of ``accumulate``: gradients held back, totals that go on."""
+"""A step in several calls of ``accumulate`` is one call to the bit, for any model and layout."""
 
 from __future__ import annotations
+
+import math
 
 import attrs
 import pytest
 import torch
-from lab import SPEC, alone, full, global_batch, lay_out, logits_loss
+from lab import SPEC, alone, full, global_batch, lay_out, mean_gradients, relative_error
 from pool import run_again
 from tensordict import TensorDict
-from torch import Tensor
+from torch import Tensor, nn
 
 import forgekit as fk
 
+EXPERTS = fk.MoESpec(experts=4, top_k=2, ffn_dim=24, aux_loss=0.1, z_loss=0.01, bias_rate=0.01)
 EVEN = attrs.evolve(SPEC, vocab_size=40, dim=48, heads=4, dropout=0.3)
-EXPERTS = fk.MoESpec(experts=4, top_k=2, ffn_dim=24, aux_loss=0.1, bias_rate=0.01)
-CUTS = ((1, 2), (2, 1), (1, 1, 1))
 
 
-def _loss(model, batch) -> fk.Loss:
-    loss = logits_loss(model, batch)
-    return loss.with_metrics(largest=(loss.sum.detach() / 3, 1))
+class Odd(nn.Module):
+    """Uses a block twice and another only for long rows, has a buffer and a frozen matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(40, 16)
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.head = nn.Linear(16, 40)
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.layers[1].weight.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.layers[0](self.embed(ids)).tanh()
+        if ids.shape[1] > 8:
+            x = x + self.layers[3](x)
+        x = self.layers[0](x) + self.layers[1](x).tanh() * self.scale
+        return self.head(self.layers[2](x))
 
 
-def _state(layout, rank, world, *, dtype=torch.float32, moe=None, **options) -> fk.TrainState:
-    model = fk.Transformer(attrs.evolve(EVEN, moe=moe)).to(dtype)
-    return alone(model) if world == 1 else lay_out(model, layout, **options)
+def build_state(kind: str, layout: dict[str, int], options: dict[str, object]) -> fk.TrainState:
+    moe = EXPERTS if kind == "experts" else None
+    layers = 4 if "pp" in layout else 2
+    model = Odd() if kind == "odd" else fk.Transformer(attrs.evolve(EVEN, moe=moe, layers=layers))
+    if kind == "dora":
+        fk.add_lora(model, rank=4, dora=True, targets="*.query")
+    return lay_out(model, layout, **options) if layout else alone(model)
 
 
-def _batches(state, micro_batches: int = 3) -> list[TensorDict]:
-    """Of 16 positions, which ranks can share; ragged numbers of targets."""
+def rows(state: fk.TrainState, kind: str = "") -> list[TensorDict]:
+    """Four micro-batches of 16 positions, which ranks can share; ragged numbers of targets."""
     reader, readers = fk.data_ranks(state.mesh)
-    return [global_batch(readers, seed=seed)[1][reader] for seed in range(micro_batches)]
+    batches = [global_batch(readers, seed=seed)[1][reader] for seed in range(4)]
+    if kind == "odd":
+        batches[1] = TensorDict({key: value[:, :8] for key, value in batches[1].items()}, [2])
+    if kind == "no targets":
+        for batch in batches[:2]:
+            batch["labels"].fill_(-100)
+    return batches
 
 
-def _results(state, totals) -> dict[str, Tensor]:
-    """Everything of a step that is not yet updated."""
+def loss_of(model: nn.Module, batch: TensorDict) -> fk.Loss:
+    loss = fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
+    return loss.with_metrics(rows=(len(batch), 1))
+
+
+class FirstIsNan:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, batch: TensorDict) -> fk.Loss:
+        self.calls += 1
+        loss = loss_of(model, batch)
+        return fk.Loss(loss.sum * (math.nan if self.calls == 1 else 1.0), loss.count, loss.metrics)
+
+
+def finish(state: fk.TrainState, totals: fk.Totals) -> tuple[fk.TrainState, dict[str, Tensor]]:
     totals = fk.reduce_totals(totals, state)
-    gradients = {name: full(p.grad) for name, p in state.model.named_parameters()}
-    sums = {f"sum {key}": value for key, value in totals.sums.items(True, True)}
-    return {**gradients, **sums, "samples": torch.tensor(totals.samples)}
+    parameters = dict(state.model.named_parameters())
+    results = {n: full(p.grad) for n, p in parameters.items() if p.grad is not None}
+    results |= {str(key): value for key, value in totals.flat.items()}
+    results["samples"] = torch.tensor(totals.samples)
+    state = fk.update(state, fk.clip(totals, max_norm=1.0), lr=0.01, totals=totals)
+    results |= {f"updated {name}": full(p.detach()).clone() for name, p in parameters.items()}
+    return state, results | {"skipped": state.skipped, "scale": state.loss_scale}
 
 
-def _in_calls(state, cut, *, more: bool, sync="last") -> fk.Totals:
-    batches, totals = iter(_batches(state, sum(cut))), None
-    for call, size in enumerate(cut):
-        part = [next(batches) for _ in range(size)]
-        goes_on = more and call < len(cut) - 1
-        totals = fk.accumulate(state, part, _loss, sync=sync, more=goes_on, onto=totals)
-        if call < len(cut) - 1:  # as rollouts do between two calls
-            torch.rand(5)
-            with torch.no_grad():
-                if state.layout.stages is None:
-                    state.model(torch.zeros(1, 16, dtype=torch.long))
-    assert totals is not None
-    return totals
+def compare(rank, world, kind, layout, cut, options, sync):
+    whole, parts = (build_state(kind, layout, options) for _ in range(2))
+    for step in range(2):  # the second one after what the first has left, a bad step too
+        nan = kind == "nan" and step == 0
+        totals = fk.accumulate(
+            whole, rows(whole, kind), FirstIsNan() if nan else loss_of, sync=sync
+        )
+        whole, expected = finish(whole, totals)
+        batches, loss_fn, totals = iter(rows(parts, kind)), FirstIsNan() if nan else loss_of, None
+        for call, size in enumerate(cut):
+            part, more = [next(batches) for _ in range(size)], call < len(cut) - 1
+            totals = fk.accumulate(parts, part, loss_fn, sync=sync, more=more, onto=totals)
+            if more and parts.layout.stages is None:  # as rollouts do between two calls
+                torch.rand(5)
+                with torch.no_grad():
+                    parts.model(torch.zeros(1, 16, dtype=torch.long))
+        parts, results = finish(parts, totals)
+        assert results.keys() == expected.keys()
+        for name, value in expected.items():
+            same = torch.equal(results[name].nan_to_num(7e7), value.nan_to_num(7e7))
+            assert same, f"{name} in step {step}"
 
 
-def _compare(rank, world, layout, cuts, options):
-    sync = options.pop("sync", "last")
-    exact = _state(layout, rank, world, **options)
-    whole = _results(exact, fk.accumulate(exact, _batches(exact), _loss, sync=sync))
-    assert len(whole) > 20
-    for cut in cuts:
-        state = _state(layout, rank, world, **options)
-        here = _results(state, _in_calls(state, cut, more=True, sync=sync))
-        assert here.keys() == whole.keys()
-        for name, value in whole.items():
-            assert torch.equal(here[name], value), f"{name} in calls of {cut}"
-        if "precision" in options:
-            continue
-        wide = _state(layout, rank, world, dtype=torch.float64, **options)
-        wanted = _results(wide, fk.accumulate(wide, _batches(wide), _loss, sync=sync))
-        state = _state(layout, rank, world, dtype=torch.float64, **options)
-        here = _results(state, _in_calls(state, cut, more=False, sync=sync))
-        for name, value in wanted.items():
-            torch.testing.assert_close(here[name], value, rtol=1e-12, atol=1e-12, msg=name)
+HSDP = {"dp_replicate": 2, "dp_shard": 2}
+CELLS = [
+    ("experts", {}, (1, 2, 1), {}, "last"),
+    ("odd", {}, (1, 3), {}, "last"),
+    ("odd", {"dp_shard": 2}, (1, 1, 2), {"blocks": "layers"}, "last"),
+    ("nan", {"dp_shard": 2}, (1, 3), {"precision": "bf16"}, "last"),
+    ("no targets", {"dp_shard": 2}, (1, 3), {}, "every"),
+    ("dora", HSDP, (3, 1), {}, "hsdp_last"),
+    ("dense", {"tp": 2}, (2, 2), {}, "last"),
+    ("dense", {"cp": 2}, (2, 2), {}, "last"),
+    ("experts", {"dp_shard": 2, "ep": 2}, (2, 2), {}, "last"),
+    ("dense", {"pp": 2}, (2, 2), {"pipeline_schedule": "zbv"}, "last"),
+]
 
 
-@pytest.mark.parametrize("moe", [None, EXPERTS], ids=["dense", "experts"])
-def test_several_calls_are_one_to_the_bit_on_one_process(moe):
-    _compare(0, 1, {}, CUTS, {"moe": moe})
+@pytest.mark.parametrize(("kind", "layout", "cut", "options", "sync"), CELLS)
+def test_several_calls_are_one_to_the_bit(kind, layout, cut, options, sync):
+    world = math.prod(size for name, size in layout.items() if name != "ep")
+    run_again(compare, world, kind, layout, cut, options, sync)
 
 
-CELLS = {
-    "fsdp2": (2, {"dp_shard": 2}, {}),
-    "fsdp2 bf16": (2, {"dp_shard": 2}, {"precision": "bf16"}),
-    "fsdp2 every": (2, {"dp_shard": 2}, {"sync": "every"}),
-    "hsdp4": (4, {"dp_replicate": 2, "dp_shard": 2}, {"sync": "hsdp_last"}),
-    "tp2": (2, {"tp": 2}, {}),
-    "cp2": (2, {"cp": 2}, {}),
-    "ep2": (2, {"dp_shard": 2, "ep": 2}, {"moe": EXPERTS}),
-}
+def reduced_apart(rank, world, sync):
+    """Without ``more`` each call reduces."""
+    state = lay_out(fk.Transformer(EVEN).double())
+    expected, batches = mean_gradients(state, rows(state), loss_of), rows(state)
+    first = fk.accumulate(state, batches[:1], loss_of, sync=sync)
+    found = mean_gradients(state, batches[1:], loss_of, sync=sync, onto=first)
+    assert relative_error(found, expected) < 1e-12
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_several_calls_are_one_to_the_bit_in_layouts(cell):
-    world, layout, options = CELLS[cell]
-    run_again(_compare, world, layout, CUTS[:1], options)
+@pytest.mark.parametrize("sync", ["last", "every"])
+def test_calls_that_reduce_each_for_itself_add_up(sync):
+    run_again(reduced_apart, 2, sync)
 
 
-@pytest.mark.parametrize(("world", "schedule"), [(4, "1f1b"), (2, "zbv")])
-def test_several_calls_are_one_to_the_bit_through_pipelines(world, schedule):
-    run_again(_compare_staged, world, schedule)
+def refusals(rank, world):
+    state = lay_out(fk.Transformer(EVEN)) if world > 1 else alone(fk.Transformer(EVEN))
 
+    def held():
+        return fk.accumulate(state, rows(state)[:1], loss_of, more=True)
 
-def _compare_staged(rank, world, schedule):
-    layout, results = {"pp": 2, "dp_shard": world // 2}, []
-    for cut in ((4,), (2, 2)):
-        model = fk.Transformer(attrs.evolve(EVEN, layers=4))
-        state = lay_out(model, layout, pipeline_schedule=schedule)
-        results.append(_results(state, _in_calls(state, cut, more=True)))
-    whole, parts = results
-    assert whole.keys() == parts.keys()
-    for name, value in whole.items():
-        assert torch.equal(parts[name], value), name
-
-
-def _held(state) -> fk.Totals:
-    return fk.accumulate(state, _batches(state)[:1], _loss, more=True)
-
-
-def _refusals(rank, world, layout):
-    state = _state(layout, rank, world)
-    with pytest.raises((ValueError, RuntimeError), match="more=True"):
-        fk.reduce_totals(_held(state), state)
+    def refused(totals):
+        with pytest.raises(ValueError, match="onto: the gradients that belong to these totals are"):
+            fk.accumulate(state, rows(state)[1:], loss_of, onto=totals)
+        assert not any(p.grad is not None for p in state.model.parameters())
 
     def fail(model, batch):
         raise KeyError("reward")
 
-    held = _held(state)
+    with pytest.raises((ValueError, RuntimeError), match="more=True"):
+        fk.reduce_totals(held(), state)
+    totals = held()
     with pytest.raises(KeyError, match="reward"):
-        fk.accumulate(state, _batches(state)[1:], fail, onto=held)
-    assert not any(p.grad is not None for p in state.model.parameters())
-    with pytest.raises(ValueError, match="onto"):
-        fk.accumulate(state, _batches(state)[1:], _loss, onto=held)
-    held = _held(state)
-    fk.accumulate(state, _batches(state)[:1], _loss)  # clears
-    with pytest.raises(ValueError, match="onto"):
-        fk.accumulate(state, _batches(state)[1:], _loss, onto=held)
-    assert not any(p.grad is not None for p in state.model.parameters())
-    held = _held(state)
+        fk.accumulate(state, rows(state)[1:], fail, onto=totals)
+    refused(totals)
+    totals = held()
+    fk.accumulate(state, rows(state)[:1], loss_of)  # clears
+    refused(totals)
+    totals = held()
     for parameter in state.model.parameters():  # which frees them: none is left to compare
         parameter.grad = None
     if world == 1:  # FSDP holds gradients back elsewhere
-        with pytest.raises(ValueError, match="onto"):
-            fk.accumulate(state, _batches(state)[1:], _loss, onto=held)
-    done = fk.reduce_totals(fk.accumulate(state, _batches(state), _loss), state)
-    with pytest.raises(ValueError, match="onto"):
-        fk.accumulate(state, _batches(state), _loss, onto=done)
+        refused(totals)
+    refused(fk.reduce_totals(fk.accumulate(state, rows(state), loss_of), state))
     # After all of that a step is what it always is.
-    fresh = _state(layout, rank, world)
-    wanted = _results(fresh, fk.accumulate(fresh, _batches(fresh), _loss))
-    here = _results(state, fk.accumulate(state, _batches(state), _loss))
+    fresh = lay_out(fk.Transformer(EVEN)) if world > 1 else alone(fk.Transformer(EVEN))
+    wanted, here = (mean_gradients(each, rows(each), loss_of) for each in (fresh, state))
     assert all(torch.equal(here[name], value) for name, value in wanted.items())
 
 
-@pytest.mark.parametrize(("world", "layout"), [(1, {}), (2, {"dp_shard": 2})])
-def test_totals_that_cannot_go_on_are_refused(world, layout):
-    if world == 1:
-        _refusals(0, 1, layout)
-    else:
-        run_again(_refusals, world, layout)
-
-
-def test_a_step_of_two_calls_trains_as_one():
-    """Update, and go on with the next step."""
-    whole, parts = _state({}, 0, 1), _state({}, 0, 1)
-    step = fk.make_step(_loss, schedule=fk.constant(0.01))
-    for _ in range(2):
-        batches = _batches(whole)
-        whole, _ = step(whole, batches)
-        totals = fk.accumulate(parts, batches[:2], _loss, more=True)
-        totals = fk.accumulate(parts, batches[2:], _loss, onto=totals)
-        totals = fk.reduce_totals(totals, parts)
-        correction = fk.clip(totals, max_norm=1.0)
-        parts = fk.update(parts, correction, lr=0.01, totals=totals)
-    assert whole.samples == parts.samples
-    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+@pytest.mark.parametrize("world", [1, 2])
+def test_totals_that_cannot_go_on_are_refused(world):
+    run_again(refusals, world)

@@ -129,13 +129,13 @@ def assert_same(found, expected, rtol=0.0, atol=0.0):
         torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=name)
 
 
-def _gradients(rank, world, layout, groups, kind):
+def _gradients(rank, world, layout, groups):
     states = [build(layout) for _ in range(groups)]
     reader, readers = fk.data_ranks(states[0].mesh)
-    everybody = global_batch(readers, kind)
+    everybody = global_batch(readers)
     batches = [row[reader] for row in everybody]
     if layout.get("pp", 1) > 1 or layout.get("tp", 1) > 1:  # of one shape, which two can share
-        everybody = [global_batch(readers, kind, seed=seed)[1] for seed in range(4)]
+        everybody = [global_batch(readers, seed=seed)[1] for seed in range(4)]
         batches = [row[reader] for row in everybody]
     rows = batches[0].batch_size[0] * readers
     totals = [
@@ -158,17 +158,11 @@ def _gradients(rank, world, layout, groups, kind):
 
 
 @pytest.mark.parametrize(
-    ("layout", "groups", "kind"),
-    [
-        ({"dp_shard": 2}, 5, "ragged"),
-        ({"dp_shard": 2}, 3, "empty_micro_batches"),
-        ({"tp": 2}, 2, "ragged"),
-        ({"pp": 2}, 2, "ragged"),
-    ],
+    ("layout", "groups"), [({"dp_shard": 2}, 5), ({"tp": 2}, 2), ({"pp": 2}, 2)]
 )
-def test_gradients_of_groups_are_those_of_one_process(layout, groups, kind):
+def test_gradients_of_groups_are_those_of_one_process(layout, groups):
     """Of five groups two have no row; counts of targets are ragged."""
-    run_again(_gradients, 2, layout, groups, kind)
+    run_again(_gradients, 2, layout, groups)
 
 
 def test_a_group_without_rows_has_a_vote(batches):
@@ -249,7 +243,7 @@ def _half(rank, world, groups):
     """Steps in float16 from a scale that is too large for some of the groups, then for none."""
     batches = [row[rank] for row in global_batch(world)]
     states = [lay_out(fk.Transformer(EVEN), precision="fp16") for _ in range(groups)]
-    states = [attrs.evolve(state, loss_scale=torch.tensor(2.0**18)) for state in states]
+    states = [attrs.evolve(state, loss_scale=torch.tensor(2.0**16)) for state in states]
     scales, finite, exchange = [], False, Exchange(groups)
     while not finite:
         parts = shares(batches, groups, 2 * world)
@@ -272,9 +266,9 @@ def _half(rank, world, groups):
 
 
 def test_groups_in_float16_overflow_together_and_have_one_scale():
-    for scales in run_again(_half, 2, 3):
-        assert scales == [18.0 - step for step in range(len(scales))]
-        assert 3 < len(scales) < 20
+    for scales in run_again(_half, 2, 2):
+        assert scales == [16.0 - step for step in range(len(scales))]
+        assert 1 < len(scales) < 20
 
 
 def trained(groups, batches):
@@ -291,21 +285,14 @@ def test_a_step_that_breaks_off_changes_nothing_and_comes_again_in_other_parts(b
     exchange = Exchange(3)
     exchange.fails = {0, 1, 2}
     assert step_of(states, batches, exchange) == [None] * 3
+    exchange.fails = {1}  # those that have all sums vote for the step; the other is behind
+    assert [one is None for one in step_of(states, batches, exchange)] == [False, True, False]
+    assert exchange.votes == [True, False, True]
     for state, was in zip(states, before, strict=True):
         assert_same(everything(state), was)
     survivors = states[::2]
     for state, totals in zip(survivors, step_of(survivors, batches, Exchange(2)), strict=True):
         assert_same(everything(finish(state, totals)[0]), everything(one), 1e-9, 1e-12)
-
-
-def test_a_group_that_fails_alone_votes_alone(batches):
-    """Those that have all sums commit; the other is behind, and is given their state."""
-    states, exchange = trained(2, batches), Exchange(2)
-    exchange.fails = {1}
-    first, second = step_of(states, batches, exchange)
-    assert first is not None
-    assert second is None
-    assert exchange.votes == [True, False]
 
 
 def _named(model, batch):
@@ -343,14 +330,6 @@ def test_a_newcomer_that_does_otherwise_is_refused_and_the_others_go_on(batches,
     assert first is None
     assert isinstance(second, ValueError)
     assert re.search(message, str(second))
-
-
-def test_groups_at_other_samples_do_not_add_up(batches):
-    """None of them has just joined, so nobody can tell who is wrong: all end."""
-    states = trained(2, batches)
-    states[1] = fk.donate(states[1], samples=99)
-    for said in step_of(states, batches, Exchange(2)):
-        assert "adds up something else than the others" in str(said)
 
 
 def test_names_of_sums_that_change_are_named(batches):

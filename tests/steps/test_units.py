@@ -21,7 +21,7 @@ LAYOUTS = {
     "pp2-fsdp2": ({"pp": 2}, 4),
 }
 EVEN = attrs.evolve(SPEC, vocab_size=38)
-PATTERNS = ["layers.0.*", "*_norm.*", "*"]
+PATTERNS = ["layers.0.*", "*"]
 
 
 def _batches(mesh, world):
@@ -43,17 +43,14 @@ def _measure(rank, world, layout):
     state = lay_out(fk.Transformer(EVEN).double(), layout)
     data_world = fk.data_ranks(state.mesh)[1]
     batches = _batches(state.mesh, data_world)
-    for _ in range(2):  # the second step knows the names from the first
-        totals = fk.reduce_totals(fk.accumulate(state, batches, logits_loss), state)
-        norms = fk.grad_norms(state, totals)
-        groups = fk.grad_norms(state, totals, patterns=PATTERNS)
-        found = {n: full(g).clone() for n, g in fk.gradients(state, totals).items()}
-        correction = fk.clip(totals)
-        state = fk.update(state, correction, lr=0.0, totals=totals)
-    return found, norms, groups, float(correction.grad_norm)
+    totals = fk.reduce_totals(fk.accumulate(state, batches, logits_loss), state)
+    norms = fk.grad_norms(state, totals)
+    groups = fk.grad_norms(state, totals, patterns=PATTERNS)
+    found = {n: full(g).clone() for n, g in fk.gradients(state, totals).items()}
+    return found, norms, groups, float(fk.clip(totals).grad_norm)
 
 
-@pytest.mark.parametrize("name", some_of(LAYOUTS, "hsdp", "tp2-fsdp2"))
+@pytest.mark.parametrize("name", some_of(LAYOUTS, *(LAYOUTS.keys() - {"tp2", "pp2-fsdp2"})))
 def test_gradients_and_norms_are_those_of_one_process(name):
     layout, world = LAYOUTS[name]
     found = run_again(_measure, world, layout)

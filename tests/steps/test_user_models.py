@@ -103,21 +103,6 @@ def test_a_metric_that_is_lost_on_one_rank_is_refused_on_all():
     assert run_ranks(_lost_metric, 2, timeout_s=20) == [True, True]
 
 
-def _other_evaluation_names(rank, world):
-    state = build_state({}, world)
-
-    def loss_fn(model, batch):
-        loss = logits_loss(model, batch)
-        return fk.Loss(loss.sum, loss.count, {f"source {rank}": (1.0, 1)})
-
-    with pytest.raises(ValueError, match="rank 1 reports other sums than rank 0"):
-        fk.evaluate(state, _batches(rank, world), loss_fn)
-
-
-def test_evaluation_refuses_ranks_with_different_metrics():
-    run_ranks(_other_evaluation_names, 2)
-
-
 def _uneven_rows(rank, world):
     state = build_state({}, world)
     batches = [batch[: 1 + rank] for batch in _batches(rank, world)]
@@ -194,11 +179,6 @@ def _penalty(model, batch):
     return fk.Loss(out.square().sum() + slope.square().sum(), len(x))
 
 
-def _finite_differences(model, batch):
-    moved = batch["x"] + 0.1
-    return fk.Loss((model(moved) - model(batch["x"])).square().sum(), len(moved))
-
-
 class _Blocks(nn.Module):
     def __init__(self):
         super().__init__()
@@ -216,22 +196,11 @@ def _with_penalty(rank, world, options):
     batch = TensorDict({"x": torch.full((3, 4), 1.0 + rank, dtype=torch.float64)}, [3])
     with pytest.raises(ValueError, match=r"FSDP has freed.* loss_fn differentiates through the"):
         fk.accumulate(state, [batch, batch], _penalty)
-    return mean_gradients(state, [batch], _finite_differences)
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["freed", "kept"])
 def test_a_gradient_penalty_is_refused_where_parameters_are_sharded(options):
-    """With its reason; another loss can be tried then, and on one rank it is exact."""
-    rows = torch.cat([torch.full((3, 4), value, dtype=torch.float64) for value in (1.0, 2.0)])
-    whole = TensorDict({"x": rows}, [6])
-    expected = mean_gradients(alone(_Blocks().double()), [whole], _finite_differences)
-    for found in run_ranks(_with_penalty, 2, options):
-        assert relative_error(found, expected) < 1e-10
-    model = _Blocks().double()
-    _penalty(model, whole).sum.backward()
-    reference = {name: p.grad / 6 for name, p in model.named_parameters()}
-    found = mean_gradients(alone(_Blocks().double()), [whole], _penalty)
-    assert relative_error(found, reference) < 1e-12
+    run_ranks(_with_penalty, 2, options)
 
 
 def test_a_vector_metric_is_refused_and_leaves_no_gradient():

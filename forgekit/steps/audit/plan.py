@@ -34,6 +34,7 @@ from torch.distributed.tensor import (
     Shard,
     distribute_tensor,
 )
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map
 
 from forgekit.model.attention import attend_causal
@@ -98,27 +99,25 @@ def check_plan(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> Non
     device, tensor = state.targets.device, layout.tensor
     ranks = cast("DeviceMesh", state.mesh)["tp"]
     short = first_rows(batch, ranks.get_group(), tensor * POSITIONS, tensor)
-    stated: dict[str, _Statement] = {}
+    proof = _Proof(layout, ranks, device)
     with (
         beside_the_step(state),
         with_sockets(state.model, {**_attending(state.model), **layout.sockets}),
         _exact_products(),
+        torch.no_grad(),
     ):
-        whole = _Pass(layout, ranks, device, stated, is_whole=True)
-        sharded = _Pass(layout, ranks, device, stated, is_whole=False)
         if layout.stages is None:
             part = take_part(short, layout, device)
-            for run in (whole, sharded):
-                with run.taking(state.model), torch.no_grad():
+            for proof.is_whole in (True, False):
+                with proof.taking(state.model):
                     compute_loss(state.model, part, loss_fn)
         else:
             shared = attrs.evolve(state, layout=layout)
-            with torch.no_grad(), _keeping_buffers(layout.stages.modules):
+            with _keeping_buffers(layout.stages.modules):
                 evaluate_staged(shared, [short], loss_fn)  # which rehearses
-                with _checking_parts(whole, sharded):
+                with proof.checking_parts():
                     evaluate_staged(shared, [short], loss_fn)
-    problem = sharded.problem and f"tensor parallelism (tp {tensor}): {sharded.problem}{REMEDY}"
-    raise_together(problem)
+    raise_together(proof.problem and f"tensor parallelism (tp {tensor}): {proof.problem}{REMEDY}")
 
 
 def _attending(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -131,26 +130,26 @@ def _attending(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 @attrs.define(eq=False)
-class _Pass:
-    """One forward pass of the slice: as one rank runs it, or, where that is known, sharded.
+class _Proof:
+    """Two passes of the slice: as one rank runs it, and, where that is known, sharded.
 
     Attributes:
         layout: The model's layout.
         ranks: Those that share each matrix.
         device: The model's.
-        stated: What the whole pass stated, by what it is of; empty before it.
         is_whole: Whether this is the whole pass, which states, or the sharded one, which compares.
         problem: What differs first.
+        stated: What the whole pass stated, by what it is of.
     """
 
     layout: Layout
     ranks: DeviceMesh
     device: torch.device
-    stated: dict[str, _Statement]
-    is_whole: bool
+    is_whole: bool = True
     problem: str | None = None
+    stated: dict[str, _Statement] = attrs.field(factory=dict)
     _names: dict[nn.Module, str] = attrs.field(factory=dict)
-    _calls: Counter[str] = attrs.field(factory=Counter)
+    _calls: Counter[Any] = attrs.field(factory=Counter)
     _depth: int = 0
 
     @contextmanager
@@ -161,7 +160,7 @@ class _Pass:
         with ExitStack() as stack:
             for module, name in self._names.items():
                 if module in units:  # in place of its hooks, and of compiled code
-                    run = partial(self._run, module, list(_modules_of(module, units)))
+                    run = partial(self._run, module, units)
                     stack.enter_context(_with(module, {"_compiled_call_impl": run}))
                 self._prepare(module, name, stack)
             yield
@@ -173,24 +172,72 @@ class _Pass:
         elif self.is_whole:
             stack.enter_context(_with(module, self.layout.unsharded.get(module, {})))
 
-    def run_part(
-        self, module: nn.Module, names: dict[nn.Module, str], args: Any, kwargs: Any
-    ) -> None:
-        """Run a part of a pipeline's stage, in place of the pass that it belongs to."""
-        self._names, self._depth = names, 1
-        with ExitStack() as stack:
-            for each in module.modules():
-                self._prepare(each, names[each], stack)
-            self._run(module, list(module.modules()), *args, **kwargs)
+    @contextmanager
+    def checking_parts(self) -> Iterator[None]:
+        """Check the parts of this rank's pipeline stages inside the block, where they are called.
 
-    def _run(self, module: nn.Module, modules: list[nn.Module], *args: Any, **kwargs: Any) -> Any:
+        A rank has no whole pass there, only what the ranks are given: what they have alike is
+        whole, and else it is their positions, or their channels.
+        """
+        self._depth = 1
+        with ExitStack() as stack:
+            for root in self.layout.stages.modules:
+                self._names |= {module: name for name, module in root.named_modules()}
+                for part in _parts_of(root, self.layout):
+                    check = partial(self._check_part, part, part.forward)
+                    stack.enter_context(_with(part, {"forward": check}))
+            yield
+
+    def _check_part(
+        self, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        tensors: list[Tensor] = []
+        _map(tensors.append, (args, kwargs))
+        digests = [
+            _state(_widen(full(t))).numbers.tolist() if t.is_floating_point() else 0
+            for t in tensors
+        ]
+        everywhere = self._gather_objects(digests)
+        is_alike = iter(
+            [all(d == one for d in digests) for one, *digests in zip(*everywhere, strict=True)]
+        )
+
+        def gather(tensor: Tensor) -> Tensor:
+            if next(is_alike):
+                return full(tensor)
+            dim = 1 if self.layout.sequence > 1 and tensor.ndim > 2 else tensor.ndim - 1
+            return self._join(tensor, dim)
+
+        given = {True: _map(gather, (args, kwargs)), False: (args, kwargs)}
+        with _with(part, {"forward": forward}):
+            try:
+                for self.is_whole, (one, more) in given.items():
+                    with ExitStack() as stack:
+                        for each in part.modules():
+                            self._prepare(each, self._names[each], stack)
+                        self._run(part, set(), *one, **more)
+            except Exception as error:  # told to the ranks of other stages, which would wait
+                raised = f"{type(error).__name__}: {error}"
+                told = f"{self._names[part]!r} does not run as on one rank ({raised})"
+                self.problem = self.problem or told
+        return forward(*args, **kwargs)
+
+    def _run(self, module: nn.Module, units: set[nn.Module], *args: Any, **kwargs: Any) -> Any:
         """Run a module forward and backward; return what it returns, detached from its graph."""
         name = self._names[module]
-        self._calls[name] += 1
-        call, shown = f"{name} {self._calls[name]}", repr(name or type(module).__name__)
+        self._calls[name, self.is_whole] += 1
+        call = f"{name} {self._calls[name, self.is_whole]}"
+        shown = repr(name or type(module).__name__)
         inputs = _Inputs(is_inner=self._depth > 0)
         self._depth += 1
-        with torch.enable_grad(), self._weights(modules) as weights:
+        copies: dict[Tensor, Tensor] = {}  # of tied parameters one
+        given: dict[str, Tensor] = {}
+        for leaf, tensor in _tensors_of(module, units):
+            if tensor not in copies:
+                copies[tensor] = self._copy(tensor)
+            given[leaf] = copies[tensor]
+        weights = {repr(f"{name}.{leaf}".lstrip(".")): copy for leaf, copy in given.items()}
+        with torch.enable_grad(), _reparametrize_module(module, given):
             args, kwargs = _map(inputs.take, (args, kwargs))
             torch.manual_seed(0)  # what draws in evaluation too draws the same in both passes
             output = module.forward(*args, **kwargs)
@@ -232,8 +279,7 @@ class _Pass:
             return
         dim = self._shared(tensor.shape, whole.shape)
         if dim is not None:
-            shards = DTensor.from_local(tensor, self.ranks, (Shard(dim),), run_check=False)
-            tensor = shards.full_tensor()
+            tensor = self._join(tensor, dim)
         here = _state(tensor)
         if here.shape != whole.shape:
             gap = f"has shape {tuple(here.shape)} and not {tuple(whole.shape)}"
@@ -248,9 +294,17 @@ class _Pass:
     def _is_alike(self, tensors: list[Tensor]) -> bool:
         """Whether the ranks return alike tensors: else they would wait for each other."""
         shapes = [(tensor.shape, tensor.requires_grad) for tensor in tensors]
+        return all(others == shapes for others in self._gather_objects(shapes))
+
+    def _gather_objects(self, mine: Any) -> list[Any]:
         everywhere: list[Any] = [None] * self.layout.tensor
-        dist.all_gather_object(everywhere, shapes, group=self.ranks.get_group())
-        return all(others == shapes for others in everywhere)
+        dist.all_gather_object(everywhere, mine, group=self.ranks.get_group())
+        return everywhere
+
+    def _join(self, part: Tensor, dim: int) -> Tensor:
+        """The ranks' parts of a tensor, beside each other."""
+        shards = DTensor.from_local(part, self.ranks, (Shard(dim),), run_check=False)
+        return shards.full_tensor()
 
     def _slope(self, key: str, tensor: Tensor) -> Tensor:
         """The gradient to begin with: of one rank's part of a tensor that part of the whole's."""
@@ -268,26 +322,10 @@ class _Pass:
         is_part = len(dims) == 1 and part[dims[0]] * self.layout.tensor == whole[dims[0]]
         return dims[0] if is_part else None
 
-    @contextmanager
-    def _weights(self, modules: list[nn.Module]) -> Iterator[dict[str, Tensor]]:
-        """Give modules copies of their parameters and buffers; collectives."""
-        copies: dict[Tensor, Tensor] = {}
-        names: dict[str, Tensor] = {}
-        with ExitStack() as stack:
-            for module in modules:
-                given: dict[str, Tensor | None] = {}
-                for leaf, parameter in module._parameters.items():
-                    if parameter is not None and parameter not in copies:
-                        copies[parameter] = self._copy(parameter)
-                        names[f"{self._names[module]}.{leaf}".lstrip(".")] = copies[parameter]
-                    given[leaf] = None if parameter is None else copies[parameter]
-                buffers = {
-                    n: b if b is None else _widen(b.clone()) for n, b in module._buffers.items()
-                }
-                stack.enter_context(_with(module, {"_parameters": given, "_buffers": buffers}))
-            yield {repr(name): copy for name, copy in names.items()}
-
     def _copy(self, parameter: Tensor) -> Tensor:
+        """A parameter as the pass has it, wide and moved a little; a copy of a buffer."""
+        if not isinstance(parameter, nn.Parameter):
+            return _widen(parameter.clone())
         value = _widen(_gather(parameter.detach()).to(self.device))
         if value.is_floating_point():
             size = value.square().mean().sqrt()
@@ -308,59 +346,6 @@ class _Pass:
         )
         output = Shard(1) if self.layout.sequence > 1 else Replicate()
         return parts.redistribute(placements=(output,)).to_local()
-
-
-@contextmanager
-def _checking_parts(whole: _Pass, sharded: _Pass) -> Iterator[None]:
-    """Check the parts of this rank's pipeline stages inside the block, each where it is called.
-
-    A rank has no whole pass there, only what the ranks are given: what they have alike is whole,
-    and else it is their positions, or their channels.
-    """
-    layout = sharded.layout
-    with ExitStack() as stack:
-        for root in layout.stages.modules:
-            names = {module: name for name, module in root.named_modules()}
-            for part in _parts_of(root, layout):
-                call = partial(_check_part, whole, sharded, part, names, part.forward)
-                stack.enter_context(_with(part, {"forward": call}))
-        yield
-
-
-def _check_part(
-    whole: _Pass,
-    sharded: _Pass,
-    part: nn.Module,
-    names: dict[nn.Module, str],
-    forward: Callable[..., Any],
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    tensors: list[Tensor] = []
-    _map(tensors.append, (args, kwargs))
-    digests = [
-        _state(_widen(full(t))).numbers.tolist() if t.is_floating_point() else 0 for t in tensors
-    ]
-    everywhere: list[Any] = [None] * whole.layout.tensor
-    dist.all_gather_object(everywhere, digests, group=whole.ranks.get_group())
-    is_alike = iter([all(one[n] == d for one in everywhere) for n, d in enumerate(digests)])
-
-    def gather(tensor: Tensor) -> Tensor:
-        if next(is_alike):
-            return full(tensor)
-        dim = 1 if whole.layout.sequence > 1 and tensor.ndim > 2 else tensor.ndim - 1
-        shards = DTensor.from_local(tensor, whole.ranks, (Shard(dim),), run_check=False)
-        return shards.full_tensor()
-
-    with _with(part, {"forward": forward}):
-        given = _map(gather, (args, kwargs))
-        try:
-            whole.run_part(part, names, *given)
-            sharded.run_part(part, names, args, kwargs)
-        except Exception as error:  # told to the ranks of other stages, which would wait
-            said = f"{names[part]!r} does not run as on one rank ({type(error).__name__}: {error})"
-            sharded.problem = sharded.problem or said
-    return forward(*args, **kwargs)
 
 
 def _parts_of(root: nn.Module, layout: Layout) -> Iterator[nn.Module]:
@@ -403,12 +388,15 @@ class _Inputs:
         return out.requires_grad_() if through is None else out + (through - through.detach())
 
 
-def _modules_of(module: nn.Module, units: set[nn.Module]) -> Iterator[nn.Module]:
-    """A module and those in it, without the units in it."""
-    yield module
-    for child in module.children():
+def _tensors_of(
+    module: nn.Module, units: set[nn.Module], prefix: str = ""
+) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers of a module by name, without those of the units in it."""
+    yield from module.named_parameters(prefix, recurse=False)
+    yield from module.named_buffers(prefix, recurse=False)
+    for name, child in module.named_children():
         if child not in units:
-            yield from _modules_of(child, units)
+            yield from _tensors_of(child, units, f"{prefix}.{name}".lstrip("."))
 
 
 def _gather(parameter: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import attrs
 import torch
@@ -54,13 +54,6 @@ REMEDY = (
 )
 
 
-class _Pass(NamedTuple):
-    """What attention was given and the model returned, and the loss where this rank has it."""
-
-    seen: list[tuple[str, Tensor]]
-    losses: list[Loss]
-
-
 @torch.no_grad()
 def check_positions(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> None:
     """Raise on every rank if context parallelism would train another model or another loss.
@@ -73,24 +66,25 @@ def check_positions(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -
     Raises:
         ValueError: With what depends on other positions, and the remedy.
     """
-    layout = state.layout
-    one = attrs.evolve(layout, ring=1, ulysses=1)
-    mesh = cast("DeviceMesh", state.mesh)
+    layout, mesh = state.layout, cast("DeviceMesh", state.mesh)
+    ranks = mesh["cp"].get_group()
     # No more than a rank's slice has: every rank holds all of them.
     ids = batch.get("input_ids", None)
     most = LONGEST if ids is None else min(LONGEST, ids.shape[-1] // layout.context)
-    short = first_rows(batch, mesh["cp"].get_group(), most, layout.positions_multiple)
-    given = _run(state, layout, short, loss_fn)
+    short = first_rows(batch, ranks, most, layout.positions_multiple)
+    seen, loss = _run(state, layout, short, loss_fn)
     with _as_one_device(state.model, layout):
-        expected = _run(state, one, short, loss_fn)
-    attends = exchange(any(name != OUTPUT for name, _ in given.seen), world_of(mesh))
-    problem = _differing(layout, given, expected)
+        whole, whole_loss = _run(state, attrs.evolve(layout, ring=1, ulysses=1), short, loss_fn)
+    attends = exchange(any(name != OUTPUT for name, _ in seen), world_of(mesh))
+    problem = _find_difference(layout, whole, seen)
     if not any(attends):
         problem = f"no module of {type(state.model).__name__} called its attend socket"
     remedy = REMEDY.format(layout.context)
     raise_together(problem and f"{problem}. {remedy}")
     # All ranks that share sequences have their losses, or none of them has.
-    problem = _apart(given, expected, mesh["cp"].get_group()) if layout.has_last else None
+    is_narrow = any(tensor.element_size() == 2 for _, tensor in seen)
+    bound = CLOSE if is_narrow else SUMS_CLOSE
+    problem = _compare_sums(whole_loss, loss, ranks, bound) if layout.has_last else None
     raise_together(problem and f"{problem}. {remedy}")
 
 
@@ -133,60 +127,81 @@ def beside_the_step(state: TrainState) -> Iterator[None]:
         yield
 
 
-def _run(state: TrainState, layout: Layout, batch: TensorDictBase, loss_fn: LossFn) -> _Pass:
-    run = _Pass([], [])
+def _run(
+    state: TrainState, layout: Layout, batch: TensorDictBase, loss_fn: LossFn
+) -> tuple[list[tuple[str, Tensor]], Loss | None]:
+    """What attention is given and the model returns, and the loss where this rank has it."""
+    seen: list[tuple[str, Tensor]] = []
+    losses: list[Loss] = []
 
     def noting(model: nn.Module, part: TensorDictBase) -> Loss:
-        loss = loss_fn(model, part)
-        run.losses.append(loss)
-        return loss
+        losses.append(loss_fn(model, part))
+        return losses[-1]
 
-    with (
-        beside_the_step(state),
-        _recording(state.model, layout, run.seen),
-        _choosing_freely(state.model),
-    ):
+    def attending(name: str, attend: Any, q: Tensor, k: Tensor, v: Tensor, **keywords: Any) -> Any:
+        seen.extend((f"attention {name!r} is given", tensor.detach()) for tensor in (q, k, v))
+        return attend(q, k, v, **keywords)
+
+    def note(_module: nn.Module, _args: Any, output: Any) -> None:
+        values = vars(output) if dataclasses.is_dataclass(output) else output
+        tensors = (v for v in tree_leaves(values) if isinstance(v, Tensor) and v.ndim > 1)
+        seen.extend((OUTPUT, tensor.detach()) for tensor in tensors)
+
+    replaced: dict[str, dict[str, Any]] = {}
+    for name, module in state.model.named_modules():
+        if "attend" in vars(module):
+            replaced[name] = {"attend": partial(attending, name, module.attend)}
+        elif isinstance(module, Router):
+            # A capacity depends on the other tokens of a slice, and so do experts that take turns:
+            # both are asked for, and neither needs whole sequences.
+            free = attrs.evolve(module.spec, capacity=None, force_balance=False)
+            replaced[name] = {"spec": free}
+    with beside_the_step(state), with_sockets(state.model, replaced), ExitStack() as hooks:
+        for root in layout.roots(state.model):
+            hooks.enter_context(root.register_forward_hook(note))
         if layout.stages is None:
             compute_loss(state.model, take_part(batch, layout, state.targets.device), noting)
         else:
             evaluate_staged(attrs.evolve(state, layout=layout), [batch], noting)
-    return run
+    return seen, losses[-1] if losses else None  # before it those of a pipeline's rehearsal
 
 
-def _differing(layout: Layout, given: _Pass, expected: _Pass) -> str | None:
+def _find_difference(
+    layout: Layout, whole: list[tuple[str, Tensor]], seen: list[tuple[str, Tensor]]
+) -> str | None:
     """Say what differs first at this rank's positions."""
     locate = locate_slice(layout.ring, layout.ulysses, layout.context_rank)
     # The last of each: before them the first pass may have those of a pipeline's rehearsal.
-    count = min(len(expected.seen), len(given.seen))
-    pairs = zip(expected.seen[-count:], given.seen[-count:], strict=True)
-    names = (name for (name, whole), (_, part) in pairs if not _is_close(whole, part, locate))
-    name = next(names, None)
-    return name and f"what {name} at a position depends on other positions"
+    count = min(len(whole), len(seen))
+    for (name, a), (_, b) in zip(whole[-count:], seen[-count:], strict=True):
+        here = locate(b.shape[1], b.device)
+        is_close = int(here.max()) < a.shape[1] and a[:, here].shape == b.shape
+        if is_close:
+            part, b = a[:, here].double(), b.double()
+            is_finite = part.isfinite().all() and b.isfinite().all()  # else a bad step anyway
+            is_close = not is_finite or (part - b).abs().max() <= CLOSE * part.abs().max()
+        if not is_close:
+            return f"what {name} at a position depends on other positions"
+    return None
 
 
-def _apart(given: _Pass, expected: _Pass, ranks: dist.ProcessGroup) -> str | None:
+def _compare_sums(whole: Any, part: Any, ranks: dist.ProcessGroup, close: float) -> str | None:
     """Say that the losses of slices do not add up to that of whole sequences."""
-    is_narrow = any(tensor.element_size() == 2 for _, tensor in given.seen)
-    whole, parts = _sums(expected), [_sums(given)] * ranks.size()
-    dist.all_gather_object(parts, parts[0], group=ranks)
-    for name, total, numbers in zip(
-        ("sums", "counts"), whole, zip(*parts, strict=True), strict=True
-    ):
-        bound = (CLOSE if is_narrow else SUMS_CLOSE) * max(map(abs, (total, *numbers)))
+    # Without the means that a loss got: each slice has its own.
+    totals, here = ((float(one.sum - one.means), float(one.count)) for one in (whole, part))
+    everywhere: list[Any] = [None] * ranks.size()
+    dist.all_gather_object(everywhere, here, group=ranks)
+    for name, total, *numbers in zip(("sums", "counts"), totals, *everywhere, strict=True):
         # A step that is not finite is a bad one anyway.
-        if all(map(math.isfinite, (total, *numbers))) and abs(total - sum(numbers)) > bound:
+        is_finite = all(map(math.isfinite, (total, *numbers)))
+        bound = close * max(map(abs, (total, *numbers)))
+        if is_finite and abs(total - sum(numbers)) > bound:
             shown = " + ".join(f"{number:.6g}" for number in numbers)
             return (
                 f"loss_fn is no sum over positions: its {name} are {total:.6g} for whole sequences "
                 f"and {shown} for slices of them"
             )
     return None
-
-
-def _sums(run: _Pass) -> tuple[float, float]:
-    """Sum and count of the loss, without the means that it got: each slice has its own."""
-    loss = run.losses[-1]  # before it those of a pipeline's rehearsal
-    return float(loss.sum - loss.means), float(loss.count)
 
 
 @contextmanager
@@ -206,66 +221,3 @@ def _as_one_device(model: nn.Module, layout: Layout) -> Iterator[None]:
             yield
         finally:
             hook.remove()
-
-
-@contextmanager
-def _recording(model: nn.Module, layout: Layout, seen: list[tuple[str, Tensor]]) -> Iterator[None]:
-    """Note what attention is given, and what the model, or its stages, return."""
-    attending: dict[str, Any] = {
-        n: m.attend for n, m in model.named_modules() if "attend" in vars(m)
-    }
-    noting = {n: {"attend": partial(_attend, seen, n, f)} for n, f in attending.items()}
-
-    def note(_module: nn.Module, _args: Any, output: Any) -> None:
-        values = vars(output) if dataclasses.is_dataclass(output) else output
-        tensors = (v for v in tree_leaves(values) if isinstance(v, Tensor) and v.ndim > 1)
-        seen.extend((OUTPUT, tensor.detach()) for tensor in tensors)
-
-    with ExitStack() as stack:
-        stack.enter_context(with_sockets(model, noting))
-        for root in layout.roots(model):
-            stack.enter_context(root.register_forward_hook(note))
-        yield
-
-
-def _attend(
-    seen: list[tuple[str, Tensor]],
-    name: str,
-    attend: Callable[..., Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    **keywords: Any,
-) -> Tensor:
-    seen.extend((f"attention {name!r} is given", tensor.detach()) for tensor in (q, k, v))
-    return attend(q, k, v, **keywords)
-
-
-@contextmanager
-def _choosing_freely(model: nn.Module) -> Iterator[None]:
-    """Let each token go to the experts that its own scores choose, for a while.
-
-    A capacity depends on the other tokens of a slice, and so do experts that take turns: both are
-    asked for, and neither needs whole sequences.
-    """
-    before = {m: m.spec for m in model.modules() if isinstance(m, Router)}
-    for router, spec in before.items():
-        router.spec = attrs.evolve(spec, capacity=None, force_balance=False)
-    try:
-        yield
-    finally:
-        for router, spec in before.items():
-            router.spec = spec
-
-
-def _is_close(whole: Tensor, part: Tensor, locate: Callable[..., Tensor]) -> bool:
-    """Whether this rank's positions of the whole are what its slice has."""
-    here = locate(part.shape[1], part.device)
-    if int(here.max()) >= whole.shape[1]:
-        return False
-    a, b = whole.index_select(1, here).double(), part.double()
-    if a.shape != b.shape:
-        return False
-    if not (a.isfinite().all() and b.isfinite().all()):
-        return True  # a bad step anyway
-    return bool((a - b).abs().max() <= CLOSE * a.abs().max())
