@@ -17,12 +17,9 @@ import torch.nn.functional as F
 from flash_kernels import flash_kernels
 from lab import Watch
 from torch import Tensor
-from torch._dynamo.utils import counters
 
-import forgekit as fk
 from forgekit.model import attention, attention_kernels
 from forgekit.model.attention import Documents, attend_causal
-from forgekit.parallel.activation_checkpoint import compile_blocks
 from forgekit.parallel.context.block_attention import attend_block, attend_block_backward
 
 CPU, HALF = torch.device("cpu"), torch.bfloat16
@@ -267,35 +264,3 @@ def test_the_kernels_of_a_ring_hold_nothing_of_all_pairs_at_128_k():
 
 
 # Compiled
-
-PACKINGS = {
-    "one document": [0] * 64,
-    "three": [0] * 7 + [1] * 30 + [2] * 27,
-    "padding": [0] * 52 + [-1] * 12,
-    "an id that comes back": [0] * 32 + [1] * 16 + [0] * 16,
-}
-
-
-def run(model, doc_ids):
-    model.zero_grad()
-    out = model(torch.arange(64)[None] % 32, doc_ids=doc_ids)
-    out.square().sum().backward()
-    return [out.detach(), *(parameter.grad for parameter in model.parameters())]
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
-def test_compiled_blocks_have_one_graph_for_all_packings_and_compute_the_same():
-    """Under a mask: a graph that read the ids would be compiled again for each packing."""
-    sizes = {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 16, "max_seq_len": 64}
-    spec = fk.TransformerSpec(vocab_size=32, **sizes)
-    torch._dynamo.reset()
-    counters.clear()
-    plain, compiled = (fk.Transformer(spec).double() for _ in range(2))
-    compile_blocks(compiled.layers, backend="aot_eager")
-    for name, documents in PACKINGS.items():
-        found, expected = (run(model, torch.tensor([documents])) for model in (compiled, plain))
-        for one, other in zip(found, expected, strict=True):
-            assert (one - other).abs().max() <= 1e-12 * other.abs().max(), name
-    assert not counters["graph_break"]
-    assert counters["stats"]["unique_graphs"] == 1

@@ -264,18 +264,6 @@ def test_rows_past_the_last_offset_reach_neither_values_nor_gradients(kind, mask
         assert torch.equal(found[name], expected), name
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_products_compile(dtype):
-    """The compiler's own shapes of a grouped product are those of bfloat16 alone."""
-    torch.compiler.reset()
-    experts = build(dtype).experts
-    x, counts = torch.randn(21, DIM, dtype=dtype), torch.tensor([4, 0, 9, 5, 3, 0])
-    found = torch.compile(experts, backend="eager")(x, counts)
-    assert torch.equal(found, experts(x, counts))
-
-
 def test_no_token_at_all_leaves_gradients_of_zero():
     layer = build(torch.float32, shared=1)
     x = inputs(dtype=torch.float32)[0].requires_grad_()

@@ -243,37 +243,6 @@ def test_documents_do_not_see_each_other_and_may_change_in_place():
     run_again(change_documents, 2)
 
 
-def compile_sockets(rank: int, world: int, layout: str, documents: str) -> float:
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
-    model = Sockets()
-    apply_context(model, mesh, LAYOUTS[layout][0])
-    mine = positions_of(*LAYOUTS[layout][1:], rank)
-    *inputs, upstream = (x[:, mine] for x in draw(8, 2, torch.float64))
-    inputs = [x.clone().requires_grad_() for x in inputs]
-    ids = documents_of(documents)
-    ids = None if ids is None else ids[:, mine]
-
-    def twice(q, k, v):
-        return model.attend(q * 2, k, v, doc_ids=ids) * 2
-
-    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
-    found, wanted = (
-        (out, *torch.autograd.grad(out, inputs, upstream))
-        for out in (compiled(*inputs), twice(*inputs))
-    )
-    return max(float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
-
-
-def compile_all(rank: int, world: int) -> list[float]:
-    cases = ("ring of 2", "ragged"), ("ulysses of 2", "none")
-    return [compile_sockets(rank, world, *case) for case in cases]
-
-
-def test_compiled_sockets_attend_alike():
-    """As one graph, without a break."""
-    assert all(max(errors) <= 1e-12 for errors in run_again(compile_all, 2))
-
-
 def check_operators(rank: int, world: int) -> None:
     """Schema, fake tensors, strides and autograd, by torch's own checks."""
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
-from unittest.mock import patch
 
-import attrs
 import pytest
 import torch
 from covering import in_turn
-from lab import SPEC, Watch, full_tensors, relative_error
+from lab import SPEC, full_tensors, relative_error
 from pool import run_again
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import forgekit as fk
-from forgekit.parallel.activation_checkpoint import compile_blocks
 
 IDS = torch.randint(0, SPEC.vocab_size, (4, 12), generator=torch.Generator().manual_seed(3))
 LAYOUTS = [(1, {}), (2, {}), (4, {"dp_replicate": 2, "dp_shard": 2})]
@@ -118,39 +114,6 @@ def test_bf16_computes_in_bfloat16_and_keeps_float32(world, sizes):
 
 
 # Recomputation and compilation
-
-
-def test_selective_recomputation_repeats_no_product_and_no_attention(mesh):
-    counts = {}
-    for what in ("none", "full", "selective"):
-        model = fk.parallelize(_transformer(), mesh, activation_checkpoint=what)
-        with Watch() as seen:
-            gradients(model)
-        products = sum(name in ("mm", "addmm", "bmm") for name in seen.operations)
-        kernels = [name for name in seen.operations if "flash_attention_for_cpu" in name]
-        attention = sum("backward" not in name for name in kernels)
-        counts[what] = (products, attention)
-    assert counts["selective"] == counts["none"]
-    assert counts["none"][1] == SPEC.layers
-    assert counts["full"][1] == 2 * SPEC.layers
-    assert counts["full"][0] > counts["none"][0]
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.oracle)])
-def test_compiled_blocks_have_the_gradient_of_plain_ones(mesh, backend):
-    """Traced; the compiler's own code, which takes long, is for the oracle."""
-    spec = attrs.evolve(SPEC, layers=1)
-    expected = gradients(fk.Transformer(spec))[1]
-    with warnings.catch_warnings():
-        # torch's own compiler does both, at import and while it traces.
-        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
-        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
-        chosen = partial(compile_blocks, backend=backend)
-        with patch("forgekit.parallel.parallelize.compile_blocks", chosen):
-            model = fk.parallelize(fk.Transformer(spec), mesh, compile=True)
-        compiled = gradients(model)[1]
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
-    assert relative_error(compiled, expected) < 1e-5
 
 
 # Errors

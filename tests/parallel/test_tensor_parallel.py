@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from functools import partial
 from typing import Any
 
@@ -233,26 +232,6 @@ def _details(rank, world):
 
 def test_pruned_models_rows_of_embeddings_and_dropout_masks():
     run_again(_details, 2)
-
-
-def _compiled(rank, world, backend):
-    model = sharded(filled(transformer), world)
-    torch._dynamo.utils.counters.clear()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")
-        warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf")
-        for layer in model.layers:
-            layer.compile(backend=backend, fullgraph=True)
-        result = gradients(model, by_head)
-    return *result, torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.oracle)])
-def test_blocks_compile_into_whole_graphs(backend):
-    _, expected = gradients(filled(transformer), by_torch)
-    for _, found, graphs in run_again(_compiled, 2, backend, timeout_s=150):
-        assert graphs >= 1
-        assert relative_error(found, expected) < 1e-10
 
 
 # Refusals: nothing is sent, so one process finds them
