@@ -8,6 +8,7 @@ import pytest
 import torch
 from lion_pytorch import Lion as TheirLion
 from optim.optimizers import rows, small_model, square_loss
+from optim.rms import rms
 from schedulefree import AdamWScheduleFree
 from torch import nn
 
@@ -37,10 +38,33 @@ def groups_of(model):
     ]
 
 
-def test_lion_is_lion_pytorchs():
+def stochastic(model):
+    """Beside parameters in bfloat16; those in float64 are not rounded."""
+    model.append(nn.Linear(3, 3).bfloat16())
+    optimizer = fk.adamw(model, stochastic_rounding=True, weight_decay=0.3)
+    del model[-1]
+    return optimizer
+
+
+def torchs_rms(model):
+    return torch.optim.RMSprop(model.parameters(), alpha=0.9, eps=1e-3)
+
+
+PAIRS = {
+    "lion": (
+        lambda m: Lion(groups_of(m), betas=(0.8, 0.95)),
+        lambda m: TheirLion(groups_of(m), betas=(0.8, 0.95)),
+    ),
+    "adamw before it rounds": (stochastic, lambda m: fk.adamw(m, weight_decay=0.3)),
+    "one file of a user's own": (lambda m: rms(m, weight_decay=0.0), torchs_rms),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_is_published_is_computed(name):
     model, other = small_model(), small_model()
-    train(model, Lion(groups_of(model), betas=(0.8, 0.95)), 6)
-    train(other, TheirLion(groups_of(other), betas=(0.8, 0.95)), 6)
+    for each, make in zip((model, other), PAIRS[name], strict=True):
+        train(each, make(each), 6)
     assert_equal(model, other, 1e-12)
     assert not torch.equal(model[0].weight, small_model()[0].weight)
 
