@@ -12,11 +12,11 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd as exchange_rows
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -168,8 +168,7 @@ def _dispatch_over(
     Three exchanges: how many tokens, the tokens, and what became of them. The host has to know
     how many to expect, so on an accelerator it waits for the first: one read per call. A rank
     without tokens, or whose experts get none, takes part in all of them. Tokens of no expert stay
-    where they are, and zeros come back for them. ``meanwhile`` runs once tokens are on their way,
-    and its backward while their gradients are.
+    where they are, and zeros come back for them. ``meanwhile`` runs while tokens are on their way.
     """
     ranks = dist.get_world_size(group)
     order, counts = sort_by_expert(expert_ids, experts)
@@ -181,12 +180,10 @@ def _dispatch_over(
     # Tokens of no expert are sorted last; they stay.
     inverse, left = invert(order), len(order) - sum(sent)
     leaving = permute(tokens, order, inverse)[: sum(sent)]
-    # First exchange of rows: to the ranks of their experts.
-    there = _Exchange(sent, received, group)
-    under_way = there.leave(leaving)
+    # First exchange of rows, to the ranks of their experts: under way until the rows are read.
+    tokens = exchange_rows(leaving, received, sent, group)
     if meanwhile is not None:
         meanwhile()
-    tokens = there.arrive(under_way)
     # They arrive by rank and expert; experts want them by expert and rank.
     numbers = torch.arange(each, device=counts.device).repeat(ranks)
     ids = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received))
@@ -194,8 +191,7 @@ def _dispatch_over(
     by_rank = invert(by_expert)
     computed = compute(permute(tokens, by_expert, by_rank), arriving.sum(0)[:held])
     # Second one: back, in the same sizes the other way round.
-    home = _Exchange(received, sent, group)
-    back = home.arrive(home.leave(permute(computed, by_rank, by_expert)))
+    back = exchange_rows(permute(computed, by_rank, by_expert), sent, received, group)
     return permute(F.pad(back, (0, 0, 0, left)) if left else back, inverse, order)
 
 
@@ -215,72 +211,3 @@ def _splits(counts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[int]
     dist.all_to_all_single(arriving, counts.contiguous(), group=group)
     sent, received = torch.stack((counts.sum(1), arriving.sum(1))).tolist()
     return arriving, sent, received
-
-
-@attrs.define(eq=False)
-class _Exchange:
-    """Rows on their way to other ranks, and later their gradients on the way back.
-
-    Torch's functional all-to-all waits for the gradients at once; here they are on their way while
-    the backward pass of what ran ``meanwhile`` computes.
-
-    Attributes:
-        sent: Rows that go to each rank.
-        received: Rows that come from each.
-        group: The ranks.
-    """
-
-    sent: list[int]
-    received: list[int]
-    group: dist.ProcessGroup
-    _under_way: tuple[Any, ...] = ()
-
-    @torch.compiler.disable()
-    def leave(self, rows: Tensor) -> Tensor:
-        """Send rows; what is returned must not be read before ``arrive``."""
-        return _Leave.apply(rows, self)
-
-    @torch.compiler.disable()
-    def arrive(self, arriving: Tensor) -> Tensor:
-        """Wait for the rows that ``leave`` expects."""
-        return _Arrive.apply(arriving, self)
-
-    def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Begin an exchange."""
-        rows = rows.contiguous()
-        arrived = rows.new_empty((sum(received), *rows.shape[1:]))
-        send = partial(dist.all_to_all_single, group=self.group, async_op=True)
-        # Both must outlive the exchange.
-        self._under_way = send(arrived, rows, received, sent), arrived, rows
-        return arrived
-
-    def finish(self) -> Tensor:
-        """Wait for what was sent; on an accelerator its stream does, not the host."""
-        work, arrived, _ = self._under_way
-        work.wait()
-        self._under_way = ()
-        return arrived
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.start(rows, exchange.sent, exchange.received)
-
-    @staticmethod
-    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.exchange.finish(), None  # what comes in is only there for its shape
-
-
-class _Arrive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, arriving: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        exchange.finish()
-        return arriving.view_as(arriving)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.exchange.start(gradients[0], ctx.exchange.received, ctx.exchange.sent)
-        return gradients[0], None

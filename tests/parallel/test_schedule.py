@@ -67,7 +67,7 @@ def test_on_the_clock_all_work_is_done_once_and_never_before_its_inputs_are_ther
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_numbers_that_fit_are_those_that_torch_takes(schedule):
     """Torch refuses with an error on each rank, in the middle of a step."""
-    with pytest.raises(ValueError, match="0 micro-batches do not fit .*; it needs .*. Use "):
+    with pytest.raises(ValueError, match=r"0 micro-batches do not fit .* Use \d"):
         check_micro_batches(schedule, 3, 0)
     for micro_batches in range(1, 20):
         try:
