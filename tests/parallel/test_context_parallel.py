@@ -43,16 +43,11 @@ DOCUMENTS = {
     "comes back": [[0] * 10 + [1] * 10 + [0] * 10 + [1] * 18, [0, 1] * 24],
 }
 PATHS: dict[str, Callable[[], object]] = {
-    "as chosen": nullcontext,
-    "mask": lambda: patch.multiple(attention_areas, MOST_SCORES=1, LEAST_QUERIES=7),
-    "product": lambda: patch.multiple(
-        attention_areas, has_flash=_never, MOST_SCORES=1, LEAST_QUERIES=7
+    "whole": nullcontext,
+    "few queries at a time": lambda: patch.multiple(
+        attention_areas, MOST_SCORES=1, LEAST_QUERIES=7
     ),
 }
-
-
-def _never(tensor: Tensor) -> bool:
-    return False
 
 
 class Sockets(nn.Module):
@@ -121,8 +116,7 @@ def attend_slices(
         assert apply_context(model, mesh, method)[:3] == (ring_size, ulysses, rank)
         mine = positions_of(ring_size, ulysses, rank)
         assert model.locate(len(mine), torch.device("cpu")).tolist() == mine
-        has_flash = _never if path == "product" else block_attention.has_flash
-        with PATHS[path](), patch.object(block_attention, "has_flash", has_flash):
+        with PATHS[path]():
             kind = getattr(torch, dtype)
             found.append([_attend_case(model, mine, kind, *case) for case in cases])
     return found
@@ -141,11 +135,11 @@ def _attend_case(
 
 ROWS = {
     2: [
-        ("ring of 2", "float32", "as chosen"),
-        ("ring of 2", "bfloat16", "mask"),
-        ("ulysses of 2", "float64", "as chosen"),
+        ("ring of 2", "float32", "whole"),
+        ("ring of 2", "bfloat16", "few queries at a time"),
+        ("ulysses of 2", "float64", "whole"),
     ],
-    4: [("ring of 4", "float64", "as chosen"), ("both of 4", "float64", "product")],
+    4: [("ring of 4", "float64", "whole"), ("both of 4", "float64", "few queries at a time")],
 }
 CASES = [*(((8, 2), documents) for documents in DOCUMENTS), ((4, 4), "ragged"), ((4, 1), "padded")]
 
@@ -175,11 +169,7 @@ def test_slices_attend_like_whole_sequences_in_every_way(layout):
     check_slices(math.prod(LAYOUTS[layout][1:]), rows, cases)
 
 
-@pytest.mark.parametrize(
-    "has_flash", [block_attention.has_flash, _never], ids=["kernel", "product"]
-)
-def test_large_scores_do_not_overflow(has_flash, monkeypatch):
-    monkeypatch.setattr(block_attention, "has_flash", has_flash)
+def test_large_scores_do_not_overflow():
     q, k, v = (200 * x.transpose(1, 2) for x in draw(4, 4, torch.float32)[:3])
     out, lse = block_attention.attend_block(q, k, v)
     assert lse.max() > 1e4

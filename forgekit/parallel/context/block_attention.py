@@ -2,9 +2,8 @@
 
 Each block gives its own normalised output and the logarithm of its weight, from which blocks are
 merged; backward takes output and weight of the *whole* softmax and gives the block's share of the
-gradients. Statistics are float32 or wider. A flash kernel does the work where there is one, torch's
-for a CPU or that of the device; elsewhere a plain product, whose scores the caller bounds by giving
-few queries at a time.
+gradients. Statistics are float32 or wider. The device's flash kernel does the work where there is
+one; elsewhere a plain product, whose scores the caller bounds by giving few queries at a time.
 
 References:
     FlashAttention-2, https://arxiv.org/abs/2307.08691
@@ -21,11 +20,6 @@ from forgekit.tensors import wide
 
 Ids = tuple[Tensor, Tensor]
 """Documents of a block's queries, ``[b m]``, and of its keys, ``[b n]``."""
-
-
-def has_flash(tensor: Tensor) -> bool:
-    """Whether blocks on this tensor's device run in a kernel that never holds the scores."""
-    return tensor.device.type == "cpu"
 
 
 def attend_block(
@@ -54,17 +48,7 @@ def attend_block(
     """
     if kernel == "flash":
         return _flash(q, k, v, is_causal=offset == 0)
-    if not has_flash(q):
-        return _plain(q, k, v, _mask(q, k, offset, ids))
-    # The kernel takes additive masks only, in the dtype of the queries.
-    causal, mask = _flash_mask(q, k, offset, ids)
-    bias = _bias(mask, q.dtype)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=bias
-    )
-    if mask is not None:  # where nothing is seen the kernel says 0
-        lse = lse.masked_fill(~mask.any(-1), float("-inf"))
-    return out, lse
+    return _plain(q, k, v, _mask(q, k, offset, ids))
 
 
 def attend_block_backward(
@@ -97,13 +81,7 @@ def attend_block_backward(
     """
     if kernel == "flash":
         return _flash_backward(gradient, q, k, v, out, lse, is_causal=offset == 0)
-    if not has_flash(q):
-        return _plain_backward(gradient, q, k, v, out, lse, _mask(q, k, offset, ids))
-    causal, mask = _flash_mask(q, k, offset, ids)
-    bias = _bias(mask, q.dtype)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, q, k, v, out, lse, 0.0, causal, attn_mask=bias
-    )
+    return _plain_backward(gradient, q, k, v, out, lse, _mask(q, k, offset, ids))
 
 
 def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -132,20 +110,6 @@ def _mask(q: Tensor, k: Tensor, offset: int | None, ids: Ids | None) -> Tensor |
     pairs = (1, 1, q.shape[2], k.shape[2])
     before = torch.ones(pairs, dtype=torch.bool, device=q.device).tril_(offset)
     return before if same is None else same & before
-
-
-def _flash_mask(
-    q: Tensor, k: Tensor, offset: int | None, ids: Ids | None
-) -> tuple[bool, Tensor | None]:
-    """The kernel's own causal mask, which costs nothing, where it is the one that is meant."""
-    causal = offset == 0 and ids is None and q.shape[2] == k.shape[2]
-    return causal, None if causal else _mask(q, k, offset, ids)
-
-
-def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    if mask is None:
-        return None
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
