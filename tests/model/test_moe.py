@@ -348,12 +348,11 @@ def test_every_second_block_from_the_first_one_on_has_experts():
     model = tiny()
     assert list(model.spec.routed.values()) == LAYERS
     assert [isinstance(block.feed_forward, MoE) for block in model.layers] == [False, True] * 2
-    std = {name: model.initial_std(name) for name, _ in model.named_parameters()}
-    narrow = {name for name, value in std.items() if value and value < 0.02 and "feed" in name}
-    dense = {f"layers.{block}.feed_forward.down.weight" for block in (0, 2)}
-    assert narrow == dense | {
-        f"{layer}.{name}" for layer in LAYERS for name in ("experts.down", "shared.down.weight")
-    }
+    ends = [
+        name for name, _ in model.named_parameters() if "feed_forward" in name and "down" in name
+    ]
+    assert all(model.initial_std(name) < 0.02 for name in ends)
+    assert len(ends) == 2 + 2 * len(LAYERS)
 
 
 @pytest.mark.parametrize("what", ["full", "selective"])

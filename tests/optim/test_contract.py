@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -289,7 +288,6 @@ class Eager(torch.optim.Optimizer):
 OTHERS = {
     "Adafactor": (torch.optim.Adafactor, False),
     "state from the constructor": (Eager, True),
-    "Adam": (partial(torch.optim.Adam, fused=True, amsgrad=True), True),
 }
 
 

@@ -8,6 +8,7 @@ from distributed.cells import merge, run_cells
 from distributed.compare import check
 from distributed.matrix import Cell
 from flash_kernels import flash_kernels
+from lab import alone
 from pool import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -38,32 +39,21 @@ def loss_fn(model, batch):
     return fk.cross_entropy(model(batch["input_ids"], doc_ids=batch["doc_ids"]), batch["labels"])
 
 
-def gradients(model, mesh):
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    fk.accumulate(state, [packed_batch()], loss_fn)
+def gradients(model):
+    fk.accumulate(alone(model), [packed_batch()], loss_fn)
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("attention", ["auto", "varlen"])
 def test_a_step_in_a_kernel_has_the_gradients_of_another(mesh, attention):
-    wanted = gradients(fk.Transformer(SPEC).double(), mesh)
+    wanted = gradients(fk.Transformer(SPEC).double())
     with flash_kernels(dtypes=F64) as calls:
         model = fk.parallelize(fk.Transformer(SPEC).double(), mesh, attention=attention)
-        found = gradients(model, mesh)
+        found = gradients(model)
     assert [call["kind"] for call in calls] == ["forward", "forward", "backward", "backward"]
     assert all(call["lengths"] == [5, 6, 1, 3, 7, 2] for call in calls)
     for name, gradient in wanted.items():
         torch.testing.assert_close(found[name], gradient, rtol=0, atol=1e-12)
-
-
-def test_heads_of_two_widths_have_a_kernel_each(mesh):
-    model = fk.Transformer(SPEC)
-    model.layers[1] = fk.Transformer(NARROW).layers[0]
-    with flash_kernels():
-        fk.parallelize(model, mesh, precision="bf16")
-        layout = fk.TrainState.create(model, fk.adamw(model), mesh=mesh).layout
-    assert layout.attention == {"rows": "sdpa", "documents": "sdpa/varlen"}
-    assert layout.documents is not None
 
 
 REFUSED = {
@@ -115,12 +105,3 @@ def refuse_in_ring(_rank, _world):
 
 def test_a_kernel_for_whole_rows_is_refused_in_a_ring():
     run_ranks(refuse_in_ring, 2)
-
-
-def test_the_choice_is_shown_when_a_run_starts(mesh, tmp_path, capsys):
-    with flash_kernels(), fk.open_run(tmp_path / "run", {}) as run:
-        model = fk.parallelize(fk.Transformer(SPEC), mesh, precision="bf16")
-        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-        with run.start(state, every=1):
-            pass
-    assert "attention:   rows sdpa, documents varlen" in capsys.readouterr().err

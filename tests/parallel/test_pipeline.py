@@ -84,10 +84,8 @@ def test_dropout_is_in_one_stage_and_what_serves_blocks_in_all():
     [
         ((2, 8, 3), (3, 10, 3)),
         ((2, 8, 8), (3, 10, 8)),  # as wide as long
-        ((2, 4, 8, 3), (3, 4, 10, 3)),  # heads before positions
         ((2, 4, 3), (3, 5, 3)),  # positions that tensor parallelism divides
         ((8,), (10,)),  # without rows
-        ((2, 3), (3, 3)),  # without positions
         ((), ()),
     ],
 )
