@@ -8,7 +8,6 @@ expert's gradient holds the tokens of its whole group; FSDP adds it up over the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from forgekit.model.moe import Compute, invert, permute, sort_by_expert
 from forgekit.parallel.layout import EXPERT
 from forgekit.parallel.module_forward import with_local_parameters, wrap_forward
+from forgekit.parallel.tensor.plan import match_plan
 
 
 def find_experts(model: nn.Module, plan: Mapping[str, Any] | None) -> list[nn.Module]:
@@ -40,21 +40,13 @@ def find_experts(model: nn.Module, plan: Mapping[str, Any] | None) -> list[nn.Mo
         ValueError: If nothing has the style, or a pattern matches nothing.
     """
     plan = getattr(model, "plan", None) if plan is None else plan
-    patterns = [pattern for pattern, style in (plan or {}).items() if style == EXPERT]
-    if not patterns:
+    named = {pattern: style for pattern, style in (plan or {}).items() if style == EXPERT}
+    if not named:
         raise ValueError(
             f"ep is above 1 and no plan names the experts of {type(model).__name__}; pass "
             f"plan={{'layers.*.experts': '{EXPERT}'}}, or set ep to 1."
         )
-    matched: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        named = {n: m for n, m in model.named_modules() if fnmatchcase(n, pattern)}
-        if not named:
-            raise ValueError(
-                f"the plan's {pattern!r}, of style '{EXPERT}', matches no module of "
-                f"{type(model).__name__}."
-            )
-        matched |= named
+    matched = match_plan(model, named)
     inner = {name for name in matched for outer in matched if name.startswith(f"{outer}.")}
     return [m for name, m in model.named_modules() if name in matched and name not in inner]
 
