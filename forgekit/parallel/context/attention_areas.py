@@ -17,10 +17,10 @@ import numpy as np
 from torch import Tensor
 
 from forgekit.model.attention_kernels import Kernel
-from forgekit.parallel.context.block_attention import Ids
+from forgekit.parallel.context.block_attention import Ids, has_flash
 
 MOST_SCORES = 2**23
-"""Query-key pairs of all heads whose scores are held at once."""
+"""Query-key pairs of all heads whose scores or mask are held at once."""
 
 LEAST_QUERIES = 64
 
@@ -138,6 +138,8 @@ def areas_of_step(
         if slices is not None:
             apart = (areas_of_documents(area, slices[rank], slices[source]) for area in seen)
             seen = itertools.chain.from_iterable(apart)
+        return [(area, None) for area in seen]
+    if slices is None and has_flash(q):
         return [(area, None) for area in seen]
     blocks = [block for area in seen for block in areas_of_queries(area, rows, heads)]
     if slices is None:

@@ -2,8 +2,9 @@
 
 Each block gives its own normalised output and the logarithm of its weight, from which blocks are
 merged; backward takes output and weight of the *whole* softmax and gives the block's share of the
-gradients. Statistics are float32 or wider. The device's flash kernel does the work where there is
-one; elsewhere a plain product, whose scores the caller bounds by giving few queries at a time.
+gradients. Statistics are float32 or wider. A flash kernel does the work where there is one, torch's
+for a CPU or that of the device; elsewhere a plain product, whose scores the caller bounds by giving
+few queries at a time.
 
 References:
     FlashAttention-2, https://arxiv.org/abs/2307.08691
@@ -20,6 +21,11 @@ from forgekit.tensors import wide
 
 Ids = tuple[Tensor, Tensor]
 """Documents of a block's queries, ``[b m]``, and of its keys, ``[b n]``."""
+
+
+def has_flash(tensor: Tensor) -> bool:
+    """Whether blocks on this tensor's device run in a kernel that never holds the scores."""
+    return tensor.device.type == "cpu"
 
 
 def attend_block(
@@ -48,7 +54,14 @@ def attend_block(
     """
     if kernel == "flash":
         return _flash(q, k, v, is_causal=offset == 0)
-    return _plain(q, k, v, _mask(q, k, offset, ids))
+    if not has_flash(q):
+        return _plain(q, k, v, _mask(q, k, offset, ids))
+    causal, mask, bias = _cpu_mask(q, k, offset, ids)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(q, k, v, 0.0, causal, attn_mask=bias)
+    if mask is not None:  # where nothing is seen the kernel says 0
+        lse = lse.masked_fill(~mask.any(-1), float("-inf"))
+    return out, lse
 
 
 def attend_block_backward(
@@ -81,7 +94,11 @@ def attend_block_backward(
     """
     if kernel == "flash":
         return _flash_backward(gradient, q, k, v, out, lse, is_causal=offset == 0)
-    return _plain_backward(gradient, q, k, v, out, lse, _mask(q, k, offset, ids))
+    if not has_flash(q):
+        return _plain_backward(gradient, q, k, v, out, lse, _mask(q, k, offset, ids))
+    causal, _, bias = _cpu_mask(q, k, offset, ids)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return flash(gradient, q, k, v, out, lse, 0.0, causal, attn_mask=bias)
 
 
 def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -110,6 +127,20 @@ def _mask(q: Tensor, k: Tensor, offset: int | None, ids: Ids | None) -> Tensor |
     pairs = (1, 1, q.shape[2], k.shape[2])
     before = torch.ones(pairs, dtype=torch.bool, device=q.device).tril_(offset)
     return before if same is None else same & before
+
+
+def _cpu_mask(
+    q: Tensor, k: Tensor, offset: int | None, ids: Ids | None
+) -> tuple[bool, Tensor | None, Tensor | None]:
+    """Whether the kernel's own causal mask will do, which costs nothing; else one, also added."""
+    if offset == 0 and ids is None and q.shape[2] == k.shape[2]:
+        return True, None, None
+    mask = _mask(q, k, offset, ids)
+    if mask is None:
+        return False, None, None
+    # The kernel takes additive masks only, in the dtype of the queries.
+    bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+    return False, mask, bias
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
