@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd as exchange_rows
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -172,10 +171,11 @@ def _dispatch_over(
     # Tokens of no expert are sorted last; they stay.
     inverse, left = invert(order), len(order) - sum(sent)
     leaving = permute(tokens, order, inverse)[: sum(sent)]
-    # First exchange of rows, to the ranks of their experts: under way until the rows are read.
-    tokens = exchange_rows(leaving, received, sent, group)
+    # First exchange of rows, to the ranks of their experts.
+    under_way = _send(leaving.detach(), sent, received, group)
     if meanwhile is not None:
         meanwhile()
+    tokens = _arrive(leaving, under_way, (received, sent, group))
     # They arrive by rank and expert; experts want them by expert and rank.
     numbers = torch.arange(each, device=counts.device).repeat(ranks)
     ids = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received))
@@ -183,7 +183,9 @@ def _dispatch_over(
     by_rank = invert(by_expert)
     computed = compute(permute(tokens, by_expert, by_rank), arriving.sum(0)[:held])
     # Second one: back, in the same sizes the other way round.
-    back = exchange_rows(permute(computed, by_rank, by_expert), sent, received, group)
+    leaving = permute(computed, by_rank, by_expert)
+    under_way = _send(leaving.detach(), received, sent, group)
+    back = _arrive(leaving, under_way, (sent, received, group))
     return permute(F.pad(back, (0, 0, 0, left)) if left else back, inverse, order)
 
 
@@ -203,3 +205,35 @@ def _splits(counts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[int]
     dist.all_to_all_single(arriving, counts.contiguous(), group=group)
     sent, received = torch.stack((counts.sum(1), arriving.sum(1))).tolist()
     return arriving, sent, received
+
+
+@torch.compiler.disable()
+def _send(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> tuple[Any, Tensor]:
+    """Send so many rows to each rank; what to wait for, and where so many arrive from each."""
+    arriving = rows.new_empty((sum(received), *rows.shape[1:]))
+    rows = rows.contiguous()
+    work = dist.all_to_all_single(arriving, rows, received, sent, group=group, async_op=True)
+    return (work, rows), arriving  # the rows must outlive the exchange
+
+
+@torch.compiler.disable()
+def _arrive(rows: Tensor, under_way: Any, back: Any) -> Tensor:
+    """Wait for the rows that come for those that were sent; ``back``: how gradients are sent."""
+    return _Arrived.apply(rows, under_way, back)  # pyright: ignore[reportReturnType]
+
+
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _rows: Tensor, under_way: Any, back: Any) -> Tensor:
+        ctx.back = back
+        (work, _), arriving = under_way
+        work.wait()  # on an accelerator its stream does, not the host
+        return arriving
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (work, _), arriving = _send(gradients[0], *ctx.back)
+        work.wait()
+        return arriving, None, None

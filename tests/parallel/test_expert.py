@@ -6,17 +6,18 @@ The layouts of the oracle have as many experts on each rank; here some ranks hol
 from __future__ import annotations
 
 import itertools
+from unittest.mock import patch
 
 import attrs
 import pytest
 import torch
+import torch.distributed as dist
 from covering import first_of
 from lab import full, full_tensors, relative_error
 from pool import run_ranks
 from steps.test_experts import balance, is_same, loss_fn, routed, rows, split
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgekit as fk
 from forgekit.mesh import data_ranks, expert_ranks, expert_view
@@ -179,34 +180,35 @@ def test_layers_of_experts_start_train_and_resume_as_in_one_process(layout, what
 # What travels
 
 
-class Traffic(TorchDispatchMode):
-    """Bytes and dtypes of what is exchanged, and when it is waited for."""
+class Watched:
+    """Work under way that says when it is waited for."""
 
-    def __init__(self):
-        super().__init__()
-        self.events = []
+    def __init__(self, work, events):
+        self.work, self.events = work, events
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "c10d" in func.namespace and "all" in func.__name__ and "to" in func.__name__:
-            rows = next(arg for arg in args if isinstance(arg, torch.Tensor))
-            self.events.append(("send", rows.numel() * rows.element_size(), rows.dtype))
-        elif "wait_tensor" in func.__name__:
-            self.events.append(("wait",))
-        return func(*args, **(kwargs or {}))
+    def wait(self):
+        self.events.append(("wait",))
+        return self.work.wait()
 
 
 def _exchange(rank, world, changes):
     mesh = fk.build_mesh(fk.MeshSpec(ep=world), device="cpu")
-    state, traffic = create(fk.parallelize(build(**changes), mesh), mesh=mesh), Traffic()
+    state = create(fk.parallelize(build(**changes), mesh), mesh=mesh)
+    events, send = [], dist.all_to_all_single
+
+    def watched(arrived, rows, *args, **options):
+        events.append(("send", rows.numel() * rows.element_size(), rows.dtype))
+        work = send(arrived, rows, *args, **options)
+        return Watched(work, events) if options.get("async_op") else work
+
     for layer in routed(state.model):
-        layer.shared.register_forward_hook(lambda *_: traffic.events.append(("shared",)))
+        layer.shared.register_forward_hook(lambda *_: events.append(("shared",)))
     batches = [mine(mesh)(b) for b in split(rows(positions=12), [4, 4])]
-    with traffic:
-        totals = fk.accumulate(state, batches, loss_fn, audit=False)
-    totals = fk.reduce_totals(totals, state)
+    with patch.object(dist, "all_to_all_single", watched):
+        totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn, audit=False), state)
     gradients = {name: full(g) for name, g in fk.gradients(state, totals).items()}
     noted = [totals["experts", name].tolist() for name in ("counts", "kept")]
-    return gradients, traffic.events, *noted
+    return gradients, events, *noted
 
 
 @pytest.mark.parametrize("capacity", [0.9, pytest.param(None, marks=pytest.mark.oracle)])
@@ -235,7 +237,8 @@ def test_routed_tokens_travel_and_nothing_else(capacity):
     assert sum(size for size, dtype in sent if dtype == torch.float64) == 4 * computed * dim * item
     # Shared experts compute before rows that are on their way are read, and waited for.
     orders = [[event[0] for event in events] for _, events, *_ in by_rank]
-    forward, backward = ["send", "send", "shared", "send"], ["send", "wait", "send", "wait"]
+    forward = ["send", "send", "shared", "wait", "send", "wait"]
+    backward = ["send", "wait"] * 2
     assert orders == [(forward * 2 + backward * 2) * 2] * 2
 
 

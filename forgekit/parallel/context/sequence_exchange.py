@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from einops import rearrange
 from torch import Tensor
-from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from forgekit.checks import divisors, nearest_multiples
@@ -146,18 +145,39 @@ def _gather(members: Members, ids: Tensor) -> Tensor:
     return torch.cat(torch_ops.wait_tensor(gathered).chunk(members.size), dim=1)
 
 
-def exchange_heads(x: Tensor, members: Members) -> Tensor:
+@torch.library.custom_op(
+    "forgekit::exchange_heads", mutates_args=(), schema="(Tensor x, str name) -> Tensor"
+)
+def exchange_heads(x: Tensor, name: str) -> Tensor:
     """Give part ``p`` of a tensor to member ``p`` and get this rank's part of each.
 
     Args:
         x: ``[p ...]``, one part for each member.
-        members: The members.
+        name: The members' name.
 
     Returns:
         ``[p ...]``, one part from each member.
     """
-    # Torch's own with a gradient; a compiler and a dry run see it as one piece.
-    return all_to_all_single_autograd(x.contiguous(), None, None, members.group)
+    members = members_named(name)
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    dist.all_to_all_single(received, x.contiguous(), group=members.group)
+    return received
+
+
+@exchange_heads.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _remember(ctx: Any, inputs: Any, **_: Any) -> None:
+    ctx.name = inputs[1]
+
+
+def _exchange_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return exchange_heads(gradient, ctx.name), None
+
+
+exchange_heads.register_autograd(_exchange_back, setup_context=_remember)
 
 
 def ulysses_attention(
@@ -216,12 +236,12 @@ def _positions_for_heads(q: Tensor, k: Tensor, v: Tensor, members: Members) -> l
         k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
     by_rank = [rearrange(x, "b s (p h) c -> p b s h c", p=size) for x in (q, k, v)]
     # Queries, keys and values side by side, as heads: one all-to-all for three tensors.
-    exchanged = exchange_heads(torch.cat(by_rank, dim=3), members)
+    exchanged = torch.ops.forgekit.exchange_heads(torch.cat(by_rank, dim=3), members.name)
     joined = rearrange(exchanged, "p b s h c -> b (p s) h c")
     return list(joined.split([x.shape[3] for x in by_rank], dim=2))
 
 
 def _heads_for_positions(out: Tensor, members: Members) -> Tensor:
     by_rank = rearrange(out, "b (p s) h c -> p b s h c", p=members.size)
-    exchanged = exchange_heads(by_rank, members)
+    exchanged = torch.ops.forgekit.exchange_heads(by_rank, members.name)
     return rearrange(exchanged, "p b s h c -> b s (p h) c")
