@@ -45,17 +45,6 @@ class Bounds(NamedTuple):
     longest: int
 
 
-@attrs.define
-class _Entry:
-    """What is known of one tensor of document ids while it had a version."""
-
-    version: int
-    host: Tensor | None = None
-    bounds: Bounds | None = None
-    has_bounds: bool = False  # they were looked for
-    mask: Any = None
-
-
 @attrs.define(eq=False)
 class Documents:
     """The documents of the micro-batches under way, found once for all layers.
@@ -69,13 +58,12 @@ class Documents:
 
     def note(self, ids: Tensor, host: Tensor | None) -> None:
         """Remember, as long as ``ids`` live, what they are on the host: ``[b s]``, whole rows."""
-        entry = self._entry_of(ids)
-        if entry.host is None and host is not ids:  # a value that held its key would keep it
-            entry.host = host
+        if host is not None and host is not ids:  # a value that held its key would keep it
+            self._kept_of(ids).setdefault("host", host)
 
     def host(self, ids: Tensor) -> Tensor | None:
         """Return the whole rows' ids on the host; None if they were not noted."""
-        return self._entry_of(ids).host
+        return self._kept_of(ids).get("host")
 
     @_disable_dynamo
     def bounds(self, ids: Tensor, *, may_read: bool = False) -> Bounds | None:
@@ -88,31 +76,30 @@ class Documents:
         Returns:
             The bounds; None if they are not known, or an id comes back after another in a row.
         """
-        entry = self._entry_of(ids)
-        if not entry.has_bounds:
-            if entry.host is None and not may_read and ids.device.type != "cpu":
+        kept = self._kept_of(ids)
+        if "bounds" not in kept:
+            if "host" not in kept and not may_read and ids.device.type != "cpu":
                 return None
-            host = ids.cpu() if entry.host is None else entry.host
-            entry.bounds, entry.has_bounds = _bounds(host, ids.device), True
-        return entry.bounds
+            kept["bounds"] = _bounds(kept["host"] if "host" in kept else ids.cpu(), ids.device)
+        return kept["bounds"]
 
     @_disable_dynamo
     def block_mask(self, ids: Tensor) -> Any:
         """Make the ``BlockMask`` of ids, once."""
-        entry = self._entry_of(ids)
-        if entry.mask is None:
+        kept = self._kept_of(ids)
+        if "mask" not in kept:
             # Detached: a mask that held the ids themselves would keep them for ever.
-            rows, positions = ids.shape
-            entry.mask = _block_mask(ids.device, rows, positions, ids.detach())
-        return entry.mask
+            kept["mask"] = _block_mask(ids.device, *ids.shape, ids.detach())
+        return kept["mask"]
 
-    def _entry_of(self, ids: Tensor) -> _Entry:
+    def _kept_of(self, ids: Tensor) -> dict[str, Any]:
+        """What is known of ids while they have a version: their host, bounds and mask."""
         if ids.is_inference():  # without a version it cannot be told whether they have changed
-            return _Entry(0)
-        entry = self._by_ids.get(ids)
-        if entry is None or entry.version != ids._version:
-            entry = self._by_ids[ids] = _Entry(ids._version)
-        return entry
+            return {}
+        kept = self._by_ids.get(ids)
+        if kept is None or kept["version"] != ids._version:
+            kept = self._by_ids[ids] = {"version": ids._version}
+        return kept
 
     def __reduce__(self) -> Any:
         return Documents, ()

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from forgekit.optim.groups import check_decay_rates, decay_groups
 from forgekit.optim.shards import global_indices
-from forgekit.optim.step_each import State, call_closure, is_skipped, step_one, with_gradient, zeros
+from forgekit.optim.step_each import State, call_closure, is_skipped, step_one, zeros
 from forgekit.tensors import local
 
 
@@ -103,10 +103,10 @@ class StochasticAdamW(Optimizer):
         """Step all parameters; return what ``closure``, called once, returned."""
         loss, skip = call_closure(closure), is_skipped(self)
         for group in self.param_groups:
-            keys = dict(zip(group["params"], group["keys"], strict=True))
-            for parameter in with_gradient(group):
-                rule = partial(_rule, parameter, keys[parameter])
-                step_one(self, group, parameter, rule, _init, skip)
+            for parameter, key in zip(group["params"], group["keys"], strict=True):
+                if parameter.grad is not None:
+                    rule = partial(_rule, parameter, key)
+                    step_one(self, group, parameter, rule, _init, skip)
         return loss
 
 

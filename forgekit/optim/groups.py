@@ -105,7 +105,9 @@ def roles_of(model: nn.Module, table: Mapping[str, str] | None = None) -> dict[s
         >>> roles_of(model, {"1.weight": "matrix"})
         {'0.weight': 'other', '1.weight': 'matrix'}
     """
-    tables = {"": table} if table is not None else _model_tables(model)
+    held = {name: getattr(module, "roles", None) for name, module in model.named_modules()}
+    tables = {name: each for name, each in held.items() if isinstance(each, Mapping)}
+    tables = tables if table is None else {"": table}
     if not tables:
         names = [name for name, _ in model.named_parameters()]
         raise ValueError(
@@ -116,8 +118,15 @@ def roles_of(model: nn.Module, table: Mapping[str, str] | None = None) -> dict[s
     for role in (role for patterns in tables.values() for role in patterns.values()):
         check_choice("a role", role, ROLES)
     check_patterns("roles", model, table or ())
-    named = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
-    return {name: _role(name, tables) for name in named}
+    roles = {name: "other" for name, p in model.named_parameters() if p.requires_grad}
+    for module, patterns in reversed(tables.items()):  # an outer module's table counts
+        prefix = f"{module}." if module else ""
+        for name in roles:
+            if name.startswith(prefix):
+                inner = name.removeprefix(prefix)
+                matching = (role for p, role in patterns.items() if fnmatchcase(inner, p))
+                roles[name] = next(matching, "other")
+    return roles
 
 
 def check_patterns(argument: str, model: nn.Module, patterns: Iterable[str]) -> None:
@@ -142,26 +151,6 @@ def check_patterns(argument: str, model: nn.Module, patterns: Iterable[str]) -> 
                 f"the pattern {pattern!r} of {argument} matches no parameter of "
                 f"{type(model).__name__}; it has {names[:3]} and others."
             )
-
-
-def _model_tables(model: nn.Module) -> dict[str, Mapping[str, str]]:
-    """Tables by the name of the module that has one; of one inside another the outer one counts."""
-    tables: dict[str, Mapping[str, str]] = {}
-    for name, module in model.named_modules():
-        table = getattr(module, "roles", None)
-        is_inside = any(outer == "" or name.startswith(f"{outer}.") for outer in tables)
-        if isinstance(table, Mapping) and not is_inside:
-            tables[name] = table
-    return tables
-
-
-def _role(name: str, tables: Mapping[str, Mapping[str, str]]) -> str:
-    for module, table in tables.items():
-        prefix = f"{module}." if module else ""
-        if name.startswith(prefix):
-            inner = name.removeprefix(prefix)
-            return next((role for p, role in table.items() if fnmatchcase(inner, p)), "other")
-    return "other"
 
 
 def check_decay_rates(*rates: float) -> None:

@@ -8,7 +8,6 @@ follows from the other: ``y = (1 - beta1) z + beta1 x``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,15 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from forgekit.optim.groups import check_decay_rates, decay_groups
-from forgekit.optim.step_each import (
-    State,
-    call_closure,
-    is_skipped,
-    keep_or_write,
-    step_one,
-    with_gradient,
-    zeros,
-)
+from forgekit.optim.step_each import State, keep_or_write, step_each, zeros
 from forgekit.tensors import local, wide
 
 Point = Literal["train", "evaluate"]
@@ -152,36 +143,7 @@ class ScheduleFree(Optimizer):
                 "nothing to it. Call optimizer.train() before the forward pass; for an evaluation "
                 "use `with forgekit.averaged(state):`, which goes back by itself."
             )
-        loss, skip = call_closure(closure), is_skipped(self)
-        for group in self.param_groups:
-            if parameters := with_gradient(group):
-                self._step_group(group, parameters, skip)
-        return loss
-
-    def _step_group(
-        self, group: dict[str, Any], parameters: list[nn.Parameter], skip: Tensor | None
-    ) -> None:
-        counters = self._counters(group["params"])
-        k, weight_sum, largest = counters.values()
-        new_largest = largest.clamp(min=group["lr"])
-        weight = (k + 1) ** group["r"] * new_largest ** group["weight_lr_power"]
-        new_sum = weight_sum + weight
-        share = torch.where(new_sum > 0, weight / new_sum, 0.0)
-        rule = partial(_rule, share, 1 - group["betas"][1] ** (k + 1))
-        for parameter in parameters:
-            step_one(self, group, parameter, rule, _init, skip)
-        for old, new in zip(counters.values(), (k + 1, new_sum, new_largest), strict=True):
-            keep_or_write(skip, old, new)
-        for parameter in group["params"]:
-            if entries := self.state.get(parameter):
-                entries.update(counters)  # one tensor each for all of the group
-
-    def _counters(self, parameters: list[nn.Parameter]) -> dict[str, Tensor]:
-        """What a group counts, on the device of its parameters; every parameter keeps a copy."""
-        device = local(parameters[0]).device
-        kept = next((self.state[p] for p in parameters if self.state.get(p)), {})
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        return {name: kept.get(name, zero).to(device).clone() for name in COUNTERS}
+        return step_each(self, _rule, _init, closure)
 
     def _move(self, point: Point, weight: Callable[[float], float]) -> None:
         for group in self.param_groups:
@@ -198,28 +160,23 @@ class ScheduleFree(Optimizer):
         return torch.lerp(local(parameter.detach()).to(z.dtype), z, weight)
 
 
-COUNTERS = ("step", "weight_sum", "lr_max")
-"""Good steps, the sum of their weights in the average, and the largest rate: ``[]`` float64."""
-
-
-def _rule(
-    share: Tensor,
-    correction: Tensor,
-    y: Tensor,
-    gradient: Tensor,
-    state: State,
-    group: dict[str, Any],
-) -> tuple[Tensor, State]:
-    """``share``: of the new ``z`` in the average; ``correction``: of the second moment's bias."""
-    z, (beta1, beta2) = state["z"], group["betas"]
+def _rule(y: Tensor, gradient: Tensor, state: State, group: dict[str, Any]) -> tuple[Tensor, State]:
+    z, (beta1, beta2), lr = state["z"], group["betas"], group["lr"]
+    step, largest = state["step"] + 1, state["lr_max"].clamp(min=lr)
+    weight = step ** group["r"] * largest ** group["weight_lr_power"]
+    total = state["weight_sum"] + weight
+    share = torch.where(total > 0, weight / total, 0.0)  # of the new z in the average
     squares = (beta2 * state["exp_avg_sq"]).addcmul_(gradient, gradient, value=1 - beta2)
-    update = gradient / (squares / correction).sqrt_().add_(group["eps"])
+    update = gradient / (squares / (1 - beta2**step)).sqrt_().add_(group["eps"])
     update = update.add_(y, alpha=group["weight_decay"])
-    pull = group["lr"] * (beta1 * (1 - share) - 1)
-    moved = y + share * (z - y) + pull * update
-    return moved, {"z": z - group["lr"] * update, "exp_avg_sq": squares}
+    moved = y + share * (z - y) + lr * (beta1 * (1 - share) - 1) * update
+    counters = {"step": step, "weight_sum": total, "lr_max": largest}
+    return moved, {"z": z - lr * update, "exp_avg_sq": squares, **counters}
 
 
 def _init(parameter: nn.Parameter) -> dict[str, Any]:
+    zero = torch.zeros((), dtype=torch.float64, device=local(parameter).device)
+    # Good steps, the sum of their weights in the average, and the largest rate.
+    counters = {name: zero.clone() for name in ("step", "weight_sum", "lr_max")}
     z = parameter.detach().clone().to(wide(parameter.dtype))
-    return {"point": "train", "z": z, **zeros("exp_avg_sq")(parameter)}
+    return {"point": "train", "z": z, **zeros("exp_avg_sq")(parameter), **counters}

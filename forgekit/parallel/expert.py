@@ -8,11 +8,9 @@ expert's gradient holds the tokens of its whole group; FSDP adds it up over the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -23,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from forgekit.model.moe import Compute, invert, permute, sort_by_expert
 from forgekit.parallel.layout import EXPERT
 from forgekit.parallel.module_forward import with_local_parameters, wrap_forward
+from forgekit.parallel.tensor.plan import match_plan
 
 
 def find_experts(model: nn.Module, plan: Mapping[str, Any] | None) -> list[nn.Module]:
@@ -40,21 +39,13 @@ def find_experts(model: nn.Module, plan: Mapping[str, Any] | None) -> list[nn.Mo
         ValueError: If nothing has the style, or a pattern matches nothing.
     """
     plan = getattr(model, "plan", None) if plan is None else plan
-    patterns = [pattern for pattern, style in (plan or {}).items() if style == EXPERT]
-    if not patterns:
+    named = {pattern: style for pattern, style in (plan or {}).items() if style == EXPERT}
+    if not named:
         raise ValueError(
             f"ep is above 1 and no plan names the experts of {type(model).__name__}; pass "
             f"plan={{'layers.*.experts': '{EXPERT}'}}, or set ep to 1."
         )
-    matched: dict[str, nn.Module] = {}
-    for pattern in patterns:
-        named = {n: m for n, m in model.named_modules() if fnmatchcase(n, pattern)}
-        if not named:
-            raise ValueError(
-                f"the plan's {pattern!r}, of style '{EXPERT}', matches no module of "
-                f"{type(model).__name__}."
-            )
-        matched |= named
+    matched = match_plan(model, named)
     inner = {name for name in matched for outer in matched if name.startswith(f"{outer}.")}
     return [m for name, m in model.named_modules() if name in matched and name not in inner]
 
@@ -168,8 +159,7 @@ def _dispatch_over(
     Three exchanges: how many tokens, the tokens, and what became of them. The host has to know
     how many to expect, so on an accelerator it waits for the first: one read per call. A rank
     without tokens, or whose experts get none, takes part in all of them. Tokens of no expert stay
-    where they are, and zeros come back for them. ``meanwhile`` runs once tokens are on their way,
-    and its backward while their gradients are.
+    where they are, and zeros come back for them. ``meanwhile`` runs while tokens are on their way.
     """
     ranks = dist.get_world_size(group)
     order, counts = sort_by_expert(expert_ids, experts)
@@ -181,12 +171,11 @@ def _dispatch_over(
     # Tokens of no expert are sorted last; they stay.
     inverse, left = invert(order), len(order) - sum(sent)
     leaving = permute(tokens, order, inverse)[: sum(sent)]
-    # First exchange of rows: to the ranks of their experts.
-    there = _Exchange(sent, received, group)
-    under_way = there.leave(leaving)
+    # First exchange of rows, to the ranks of their experts.
+    under_way = _send(leaving.detach(), sent, received, group)
     if meanwhile is not None:
         meanwhile()
-    tokens = there.arrive(under_way)
+    tokens = _arrive(leaving, under_way, (received, sent, group))
     # They arrive by rank and expert; experts want them by expert and rank.
     numbers = torch.arange(each, device=counts.device).repeat(ranks)
     ids = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received))
@@ -194,8 +183,9 @@ def _dispatch_over(
     by_rank = invert(by_expert)
     computed = compute(permute(tokens, by_expert, by_rank), arriving.sum(0)[:held])
     # Second one: back, in the same sizes the other way round.
-    home = _Exchange(received, sent, group)
-    back = home.arrive(home.leave(permute(computed, by_rank, by_expert)))
+    leaving = permute(computed, by_rank, by_expert)
+    under_way = _send(leaving.detach(), received, sent, group)
+    back = _arrive(leaving, under_way, (sent, received, group))
     return permute(F.pad(back, (0, 0, 0, left)) if left else back, inverse, order)
 
 
@@ -217,70 +207,33 @@ def _splits(counts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[int]
     return arriving, sent, received
 
 
-@attrs.define(eq=False)
-class _Exchange:
-    """Rows on their way to other ranks, and later their gradients on the way back.
+@torch.compiler.disable()
+def _send(
+    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> tuple[Any, Tensor]:
+    """Send so many rows to each rank; what to wait for, and where so many arrive from each."""
+    arriving = rows.new_empty((sum(received), *rows.shape[1:]))
+    rows = rows.contiguous()
+    work = dist.all_to_all_single(arriving, rows, received, sent, group=group, async_op=True)
+    return (work, rows), arriving  # the rows must outlive the exchange
 
-    Torch's functional all-to-all waits for the gradients at once; here they are on their way while
-    the backward pass of what ran ``meanwhile`` computes.
 
-    Attributes:
-        sent: Rows that go to each rank.
-        received: Rows that come from each.
-        group: The ranks.
-    """
+@torch.compiler.disable()
+def _arrive(rows: Tensor, under_way: Any, back: Any) -> Tensor:
+    """Wait for the rows that come for those that were sent; ``back``: how gradients are sent."""
+    return _Arrived.apply(rows, under_way, back)  # pyright: ignore[reportReturnType]
 
-    sent: list[int]
-    received: list[int]
-    group: dist.ProcessGroup
-    _under_way: tuple[Any, ...] = ()
 
-    @torch.compiler.disable()
-    def leave(self, rows: Tensor) -> Tensor:
-        """Send rows; what is returned must not be read before ``arrive``."""
-        return _Leave.apply(rows, self)
+class _Arrived(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, _rows: Tensor, under_way: Any, back: Any) -> Tensor:
+        ctx.back = back
+        (work, _), arriving = under_way
+        work.wait()  # on an accelerator its stream does, not the host
+        return arriving
 
-    @torch.compiler.disable()
-    def arrive(self, arriving: Tensor) -> Tensor:
-        """Wait for the rows that ``leave`` expects."""
-        return _Arrive.apply(arriving, self)
-
-    def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Begin an exchange."""
-        rows = rows.contiguous()
-        arrived = rows.new_empty((sum(received), *rows.shape[1:]))
-        send = partial(dist.all_to_all_single, group=self.group, async_op=True)
-        # Both must outlive the exchange.
-        self._under_way = send(arrived, rows, received, sent), arrived, rows
-        return arrived
-
-    def finish(self) -> Tensor:
-        """Wait for what was sent; on an accelerator its stream does, not the host."""
-        work, arrived, _ = self._under_way
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (work, _), arriving = _send(gradients[0], *ctx.back)
         work.wait()
-        self._under_way = ()
-        return arrived
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        return exchange.start(rows, exchange.sent, exchange.received)
-
-    @staticmethod
-    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.exchange.finish(), None  # what comes in is only there for its shape
-
-
-class _Arrive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, arriving: Tensor, exchange: _Exchange) -> Tensor:
-        ctx.exchange = exchange
-        exchange.finish()
-        return arriving.view_as(arriving)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx.exchange.start(gradients[0], ctx.exchange.received, ctx.exchange.sent)
-        return gradients[0], None
+        return arriving, None, None

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from device.pretend import NAME, watching
-from pool import RankError, run_ranks
+from pool import run_ranks
 from torch.distributed.tensor import DTensor
 
 SETUP = "device.pretend:install"
@@ -46,15 +46,8 @@ def test_two_devices_in_one_operation_are_refused():
     with pytest.raises(RuntimeError, match=r"all tensors to be on the same device, but aten.index"):
         there[torch.tensor([1])] = here[:1]
     assert (there + torch.tensor(2.0)).tolist() == [3.0, 3.0]
-
-
-@alone
-def test_what_a_gpu_cannot_give_to_the_host_is_refused():
-    there = torch.ones(2, device=NAME)
     with pytest.raises(TypeError, match="can't convert pretend:0 device type tensor to numpy"):
         there.numpy()
-    with pytest.raises(RuntimeError, match="cannot pin a tensor on pretend:0"):
-        there.pin_memory()
     with pytest.raises(RuntimeError, match="Expected a 'pretend' device type for generator"):
         torch.randn(2, device=NAME, generator=torch.Generator())
 
@@ -117,9 +110,6 @@ def test_its_random_numbers_are_its_own():
     device.set_rng_state(state)
     torch.default_generator.manual_seed(5)
     assert torch.equal(first, torch.randn(3, device=NAME))
-    torch.manual_seed(0)
-    assert torch.equal(first, torch.randn(3, device=NAME))
-    assert not torch.equal(first.cpu(), torch.randn(3))
 
 
 # Late
@@ -132,9 +122,6 @@ def test_a_copy_to_the_device_is_garbage_until_its_stream_goes_on():
     assert there.raw.isnan().all()
     host[0] = 5.0
     assert (there + 1).tolist() == [6.0, 3.0]
-    numbers = filled(3, 4).to(NAME, non_blocking=True)
-    assert numbers.raw.min() > 10**9
-    assert (numbers + 1).tolist() == [4, 5]
 
 
 @alone
@@ -197,12 +184,3 @@ def collect(rank, world):
 
 def test_collectives():
     assert run_ranks(collect, 2, setup=SETUP) == [([3.0] * 3, [2.0], NAME, 6)] * 2
-
-
-def gather_two_devices(_rank, _world):
-    dist.all_gather([torch.ones(1), torch.ones(1)], torch.ones(1, device=NAME))
-
-
-def test_a_collective_of_two_devices_is_refused():
-    with pytest.raises(RankError, match=r"to be on the same device, but c10d.allgather_"):
-        run_ranks(gather_two_devices, 2, setup=SETUP)

@@ -2,62 +2,18 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from device.pretend import NAME, PEAK, watching
-from distributed.cells import lay_out, own_batches
 from distributed.matrix import Cell
-from distributed.models import LOSSES
 from lab import SPEC, full_tensors, global_batch, head_loss, relative_error
 from pool import run_ranks
 
 import forgekit as fk
 from forgekit.run.health import Health
-from forgekit.run.rendezvous import HangError
 
 SETUP = "device.pretend:install"
 PIPELINE = Cell("pp2-gpipe", 3, "ragged", False, "none", "logits", "fp64")
-
-
-class Trip(Exception):
-    pass
-
-
-def tripping(rank, cell):
-    """A loss with which rank 0 raises in its last micro-batch, and rank 1 in its first."""
-    calls = []
-
-    def loss_fn(model, batch):
-        calls.append(batch)
-        if rank == 0 and len(calls) == cell.micros:
-            raise Trip
-        loss = LOSSES["logits"](model, batch)
-        if rank == 1:
-            raise Trip
-        return loss
-
-    return loss_fn
-
-
-def retry(rank, _world, cell):
-    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **cell.row.sizes}), device=NAME)
-    model = lay_out(cell, mesh)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    batches, found = own_batches(cell, mesh, 0), []
-    for _ in range(2):
-        fk.accumulate(state, batches, LOSSES["logits"])
-        gradients = full_tensors(model, gradients=True)
-        found.append({name: gradient.cpu() for name, gradient in gradients.items()})
-        with pytest.raises(Trip):
-            fk.accumulate(state, batches, tripping(rank, cell))
-        assert all(parameter.grad is None for parameter in model.parameters())
-    return all(torch.equal(found[1][name], gradient) for name, gradient in found[0].items())
-
-
-def test_a_step_of_a_pipeline_on_a_device_that_raised_can_be_tried_again():
-    assert run_ranks(retry, 2, PIPELINE, setup=SETUP) == [True, True]
 
 
 # A state that is sharded over two ranks
@@ -130,18 +86,23 @@ def test_a_checkpoint_moves_between_devices_and_numbers_of_ranks(tmp_path):
 
 
 def log_and_stop(rank, world, out):
-    """Two rows of two steps, and a stop that only rank 1 was asked for."""
+    """Rows of two steps each, a meeting after each row, a stop that only rank 1 was asked for."""
     state, stop = new_state(NAME), fk.StopSignal(signals=())
-    step, heard, waits, rows = fk.make_step(head_loss, schedule=SCHEDULE, stop=stop), [], [], []
-    with fk.MetricsLog(out, every=2, total=6, is_writer=rank == 0) as log:
+    step, heard, rows = fk.make_step(head_loss, schedule=SCHEDULE, stop=stop), [], []
+    log = fk.MetricsLog(out, every=2, total=6, is_writer=rank == 0)
+    with log, Health(out, state.mesh, every=2, timeout_s=9.0, first_timeout_s=20.0) as health:
         for index in range(6):
             if index == 1 and rank == 1:
                 stop.request("enough")
             with watching() as ledger:
                 state, metrics = step(state, batches_of(rank, world, index)[:1])
                 heard.append(stop.requested)
-                rows.append(log(state, metrics))
-            waits.append(len(ledger.waits))
+            assert not ledger.waits, ledger.waits[0]
+            rows.append(log(state, metrics))
+            with watching() as ledger:
+                met = health(state)
+            assert (met is not None) == (rows[-1] is not None)
+            assert met or not ledger.waits, ledger.waits[0]
     assert [row and row["step"] for row in rows] == [None, 2, None, 4, None, 6]
     for row in rows[1::2]:
         held = [row[f"memory/{name}_gib"] for name in ("parameters", "gradients", "optimizer")]
@@ -150,32 +111,7 @@ def log_and_stop(rank, world, out):
     return heard, [row["train/loss"] for row in rows if row]
 
 
-def test_ranks_read_rows_and_agree_on_a_stop_without_a_wait(tmp_path):
+def test_ranks_read_rows_meet_and_agree_on_a_stop_without_a_wait(tmp_path):
     first, second = run_ranks(log_and_stop, 2, tmp_path, setup=SETUP)
     assert first == second
     assert first[0] == [False, False, False, True, True, True]
-
-
-# Health
-
-
-def watch(rank, world, out):
-    state = new_state(NAME)
-    step = fk.make_step(head_loss, schedule=SCHEDULE)
-    with Health(out, state.mesh, every=2, timeout_s=1.0, first_timeout_s=20.0) as health:
-        for index in range(3):
-            state, _ = step(state, batches_of(rank, world)[:1])
-            with watching() as ledger:
-                row = health(state)
-            assert (row is not None) == (index == 1)
-            assert row or not ledger.waits, ledger.waits[0]
-        if rank == 1:
-            time.sleep(3)
-        with pytest.raises(HangError, match=r"'step 4': rank 1 did not come within 1 s; rank 1 is"):
-            health(fk.donate(state, step=4))
-    return sorted(path.name for path in (out / "hang").iterdir())
-
-
-def test_health_meets_without_a_wait_and_names_who_is_missing(tmp_path):
-    files = ["rank_0.txt", "rank_1.txt"]
-    assert files in run_ranks(watch, 2, tmp_path, setup=SETUP)

@@ -14,7 +14,7 @@ from lab import full_tensors, relative_error
 
 import forgekit as fk
 from forgekit.model import moe as moe_module
-from forgekit.model.moe import Experts, MoE
+from forgekit.model.moe import MoE
 from forgekit.model.moe_spec import cosine_rate, linear_rate
 from forgekit.model.routing import Routing
 from forgekit.parallel.activation_checkpoint import recompute
@@ -24,7 +24,6 @@ SPEC = fk.MoESpec(experts=6, top_k=2, ffn_dim=8, shared=0, scale=1.7)
 KINDS = {
     "softmax": {},
     "sigmoid": {"router": "sigmoid", "top_k": 3},
-    "sigmoid, not renormalised": {"router": "sigmoid", "renormalize": False},
     "groups": {"groups": 3, "top_groups": 2, "top_k": 3, "renormalize": False},
     "sigmoid groups and bias": {
         "router": "sigmoid",
@@ -33,10 +32,8 @@ KINDS = {
         "selection_bias": True,
     },
     "shared": {"shared": 3},
-    "one of one": {"experts": 1, "top_k": 1, "shared": 1},
     "capacity": {"capacity": 0.8},
     "turns": {"force_balance": True, "top_k": 4},
-    "one term": {"sequence_aux_loss": 0.4},
     "all terms": {
         "router": "sigmoid",
         "aux_loss": 0.3,
@@ -264,18 +261,6 @@ def test_rows_past_the_last_offset_reach_neither_values_nor_gradients(kind, mask
         assert torch.equal(found[name], expected), name
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
-@pytest.mark.filterwarnings(r"ignore:The \.grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_products_compile(dtype):
-    """The compiler's own shapes of a grouped product are those of bfloat16 alone."""
-    torch.compiler.reset()
-    experts = build(dtype).experts
-    x, counts = torch.randn(21, DIM, dtype=dtype), torch.tensor([4, 0, 9, 5, 3, 0])
-    found = torch.compile(experts, backend="eager")(x, counts)
-    assert torch.equal(found, experts(x, counts))
-
-
 def test_no_token_at_all_leaves_gradients_of_zero():
     layer = build(torch.float32, shared=1)
     x = inputs(dtype=torch.float32)[0].requires_grad_()
@@ -283,9 +268,6 @@ def test_no_token_at_all_leaves_gradients_of_zero():
     assert torch.equal(out, layer.shared(x))
     out.sum().backward()
     assert all((p.grad == 0).all() for p in layer.experts.parameters())
-    empty = Experts(DIM, 8, 6)
-    empty(torch.zeros(0, DIM), torch.zeros(6, dtype=torch.int64)).sum().backward()
-    assert all((p.grad == 0).all() for p in empty.parameters())
 
 
 # Casts
@@ -366,12 +348,11 @@ def test_every_second_block_from_the_first_one_on_has_experts():
     model = tiny()
     assert list(model.spec.routed.values()) == LAYERS
     assert [isinstance(block.feed_forward, MoE) for block in model.layers] == [False, True] * 2
-    std = {name: model.initial_std(name) for name, _ in model.named_parameters()}
-    narrow = {name for name, value in std.items() if value and value < 0.02 and "feed" in name}
-    dense = {f"layers.{block}.feed_forward.down.weight" for block in (0, 2)}
-    assert narrow == dense | {
-        f"{layer}.{name}" for layer in LAYERS for name in ("experts.down", "shared.down.weight")
-    }
+    ends = [
+        name for name, _ in model.named_parameters() if "feed_forward" in name and "down" in name
+    ]
+    assert all(model.initial_std(name) < 0.02 for name in ends)
+    assert len(ends) == 2 + 2 * len(LAYERS)
 
 
 @pytest.mark.parametrize("what", ["full", "selective"])
@@ -419,7 +400,7 @@ REPLAYS = {
         LAYERS[0]: CHOICE[:1],
         LAYERS[1]: CHOICE,
     },
-    r"^replay\['layers\.3\.feed_forward'\] has expert 6; 6 experts are 0 to 5\.$": {
+    r"^replay\['layers\.3\.feed_forward'\] has expert 6; they are 0 to 5\.$": {
         LAYERS[0]: CHOICE,
         LAYERS[1]: CHOICE + 6,
     },

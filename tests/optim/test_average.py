@@ -59,13 +59,6 @@ def test_the_average_of_bfloat16_weights_is_float32_and_moves():
         assert (value.to(torch.bfloat16) == start[name]).double().mean() > 0.5
 
 
-def test_only_what_is_trained_is_averaged():
-    model = small_model()
-    model[0].requires_grad_(False)
-    state = create(fk.EMA(0.5), model=model)
-    assert state.average.values.keys() == {"2.weight", "2.bias"}
-
-
 def test_the_average_stands_in_for_the_weights_and_leaves_them_as_they_were():
     state, _ = train(create(fk.EMA(0.5)), 3)
     before = {n: p.detach().clone() for n, p in state.model.named_parameters()}
@@ -81,39 +74,29 @@ def test_the_average_stands_in_for_the_weights_and_leaves_them_as_they_were():
     assert all(torch.equal(p, before[n]) for n, p in state.model.named_parameters())
 
 
-def test_a_resumed_average_is_bitwise_the_same(tmp_path):
-    straight, _ = train(create(fk.EMA(0.75)), 4)
-    state, _ = train(create(fk.EMA(0.75)), 2)
-    fk.checkpoint_save(state, tmp_path, blocking=True)
-    resumed, _ = train(fk.checkpoint_load(create(fk.EMA(0.75)), tmp_path), 2, start=2)
-    for name, value in straight.average.values.items():
-        assert torch.equal(resumed.average.values[name], value)
-    assert int(resumed.average.count) == 4
-
-
 MESSAGE = "has an average of the weights; one of the state starts again"
+ALL = ("model", "optimizer", "fields")
+LOADED = {
+    "as it was": (fk.EMA(0.5), fk.EMA(0.5), ALL),
+    "none was saved": (None, fk.EMA(0.5), ALL),
+    "not loaded": (fk.EMA(0.5), fk.EMA(0.5), ("model",)),
+    "none to load into": (fk.EMA(0.5), None, ALL),
+}
 
 
-@pytest.mark.parametrize("parts", [("model", "optimizer", "fields"), ("model",)])
-def test_an_average_that_was_not_saved_starts_again_from_the_weights(tmp_path, caplog, parts):
-    state, weights = train(create(None if len(parts) == 3 else fk.EMA(0.5)), 2)
+@pytest.mark.parametrize("case", LOADED)
+def test_an_average_is_loaded_or_starts_again_from_the_weights(case, tmp_path, caplog):
+    before, rule, parts = LOADED[case]
+    state, weights = train(create(before), 2)
     fk.checkpoint_save(state, tmp_path, blocking=True)
     with caplog.at_level(logging.WARNING, "forgekit"):
-        loaded = fk.checkpoint_load(create(fk.EMA(0.5)), tmp_path, parts=parts)
-    for name, value in loaded.average.values.items():
-        assert torch.equal(value, weights[-1][name])
-    assert int(loaded.average.count) == 0
-    assert (f"only the state {MESSAGE}" in caplog.text) == (len(parts) == 3)
-
-
-def test_an_average_that_the_state_lacks_is_left_out(tmp_path, caplog):
-    state, weights = train(create(fk.EMA(0.5)), 2)
-    fk.checkpoint_save(state, tmp_path, blocking=True)
-    with caplog.at_level(logging.WARNING, "forgekit"):
-        loaded = fk.checkpoint_load(create(), tmp_path)
-    assert loaded.average is None
-    assert MESSAGE in caplog.text
-    assert torch.equal(loaded.model[0].weight, weights[-1]["0.weight"])
+        loaded = fk.checkpoint_load(create(rule), tmp_path, parts=parts)
+    assert (MESSAGE in caplog.text) == ("none" in case)
+    assert (loaded.average is None) == (rule is None)
+    expected = state.average.values if case == "as it was" else weights[-1]
+    found = dict(loaded.model.named_parameters()) if rule is None else loaded.average.values
+    assert all(torch.equal(found[name], expected[name]) for name in weights[-1])
+    assert rule is None or int(loaded.average.count) == (2 if case == "as it was" else 0)
 
 
 def test_averages_of_other_parameters_are_refused(tmp_path):
@@ -123,19 +106,17 @@ def test_averages_of_other_parameters_are_refused(tmp_path):
     optimizer = fk.adamw(model)
     model[0].bias.requires_grad_(False)
     other = fk.TrainState.create(model, optimizer, average=fk.EMA(0.5))
+    assert "0.bias" not in other.average.values  # only what is trained is averaged
     message = r"has averages of other parameters: only it has '0.bias'. Train what was trained"
     with pytest.raises(fk.CheckpointError, match=message):
         fk.checkpoint_load(other, tmp_path)
 
 
-def test_a_decay_of_1_and_what_is_no_rule_are_refused():
+def test_what_is_no_rule_and_a_state_without_an_average_are_refused():
     with pytest.raises(ValueError, match=r"'decay' must be < 1: 1\.0"):
         fk.EMA(1.0)
     with pytest.raises(TypeError, match=r"^average is a float; pass a rule"):
         create(0.999)
-
-
-def test_a_state_without_an_average_has_none_to_put_in_place():
     message = r"^the state has no average, and AdamW has none either. Make it with TrainState.creat"
     with pytest.raises(ValueError, match=message), fk.averaged(create()):
         pass

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import attrs
 import pytest
-import torch
 from lab import SPEC
 from torch import nn
 
@@ -72,13 +71,3 @@ def test_a_decay_rate_that_would_silently_train_otherwise_is_refused(make):
 def test_nothing_to_train_is_an_error():
     with pytest.raises(ValueError, match="no trainable parameter; set requires_grad on some"):
         fk.adamw(nn.Linear(2, 2).requires_grad_(False))
-
-
-def test_adamw_is_fused_and_takes_its_arguments():
-    model = fk.Transformer(SPEC)
-    optimizer = fk.adamw(model, lr=0.02, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.2)
-    assert isinstance(optimizer, torch.optim.AdamW)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
-    for group in optimizer.param_groups:
-        assert (group["lr"], group["betas"], group["eps"]) == (0.02, (0.8, 0.9), 1e-5)
-        assert group["fused"] is True

@@ -103,25 +103,6 @@ def test_weights_move_where_rounding_to_nearest_stands_still():
     assert abs(float(found.mean() - right.mean())) < 4 * (50e-4 * 2**-8 / 4096) ** 0.5
 
 
-def test_it_is_adamw_before_it_rounds():
-    """Parameters in float64 are not rounded, and the step is torch's."""
-    torch.manual_seed(0)
-    models = [nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4)).double() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    models[0].append(nn.Linear(4, 4).to(torch.bfloat16))
-    options = {"betas": (0.8, 0.9), "eps": 1e-3, "lr": 0.05, "weight_decay": 0.3}
-    found = fk.adamw(models[0], stochastic_rounding=True, **options)
-    expected = fk.adamw(models[1], **options)
-    for number in range(4):
-        rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(number)).double()
-        for model, optimizer in zip(models, (found, expected), strict=True):
-            optimizer.zero_grad()
-            model[:2](rows).square().mean().backward()
-            optimizer.step()
-    for a, b in zip(models[0][:2].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
-
-
 def test_parameters_that_are_not_bfloat16_are_refused():
     with pytest.raises(ValueError, match=r"^stochastic_rounding=True, and the trainable"):
         fk.adamw(nn.Linear(2, 2), stochastic_rounding=True)

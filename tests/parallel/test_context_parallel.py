@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cache
 from unittest.mock import patch
 
-import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import first_of
 from pool import run_again, run_ranks
 from torch import Tensor, nn
 
@@ -25,7 +24,6 @@ from forgekit.parallel.context.context_parallel import (
     split_context,
     with_sockets,
 )
-from forgekit.parallel.context.sequence_exchange import Members
 
 POSITIONS, CHANNELS = 48, 4
 LAYOUTS = {
@@ -35,9 +33,7 @@ LAYOUTS = {
     "ulysses of 4": ("ulysses", 1, 4),
     "both of 4": ("both", 2, 2),
 }
-HEADS = [(4, 4), (8, 2), (4, 1)]
 TOLERANCES = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 2e-2}
-WHAT = ("output", "q", "k", "v")
 DOCUMENTS = {
     "none": None,
     "one spans all ranks": [[0] * 3 + [1] * 40 + [2] * 5, [3] * 48],
@@ -46,17 +42,24 @@ DOCUMENTS = {
     "only padding": [[-1] * 48, [0] * 24 + [-1] * 24],
     "comes back": [[0] * 10 + [1] * 10 + [0] * 10 + [1] * 18, [0, 1] * 24],
 }
+
+
+def _product() -> ExitStack:
+    """Without a kernel for a CPU, as on a device that has none."""
+    stack = ExitStack()
+    stack.enter_context(patch.multiple(attention_areas, MOST_SCORES=1, LEAST_QUERIES=7))
+    for module in (attention_areas, block_attention):
+        stack.enter_context(patch.object(module, "has_flash", lambda _: False))
+    return stack
+
+
 PATHS: dict[str, Callable[[], object]] = {
-    "as chosen": nullcontext,
-    "mask": lambda: patch.multiple(attention_areas, MOST_SCORES=1, LEAST_QUERIES=7),
-    "product": lambda: patch.multiple(
-        attention_areas, has_flash=_never, MOST_SCORES=1, LEAST_QUERIES=7
+    "whole": nullcontext,
+    "few queries at a time": lambda: patch.multiple(
+        attention_areas, MOST_SCORES=1, LEAST_QUERIES=7
     ),
+    "product": _product,
 }
-
-
-def _never(tensor: Tensor) -> bool:
-    return False
 
 
 class Sockets(nn.Module):
@@ -114,18 +117,21 @@ def on_one_device(heads: tuple[int, int], dtype: torch.dtype, documents: str) ->
 
 
 def attend_slices(
-    rank: int, world: int, layout: str, dtype: str, path: str, cases: list[tuple]
-) -> list[list[Tensor]]:
-    """Output and gradients of this rank's slices, for each case of heads and documents."""
-    method, ring_size, ulysses = LAYOUTS[layout]
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
-    model = Sockets()
-    assert apply_context(model, mesh, method)[:3] == (ring_size, ulysses, rank)
-    mine = positions_of(ring_size, ulysses, rank)
-    assert model.locate(len(mine), torch.device("cpu")).tolist() == mine
-    has_flash = _never if path == "product" else block_attention.has_flash
-    with PATHS[path](), patch.object(block_attention, "has_flash", has_flash):
-        return [_attend_case(model, mine, getattr(torch, dtype), *case) for case in cases]
+    rank: int, world: int, rows: list[tuple[str, str, str]], cases: list[tuple]
+) -> list[list[list[Tensor]]]:
+    """Output and gradients of this rank's slices, by row and case of heads and documents."""
+    found = []
+    for layout, dtype, path in rows:
+        method, ring_size, ulysses = LAYOUTS[layout]
+        mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
+        model = Sockets()
+        assert apply_context(model, mesh, method)[:3] == (ring_size, ulysses, rank)
+        mine = positions_of(ring_size, ulysses, rank)
+        assert model.locate(len(mine), torch.device("cpu")).tolist() == mine
+        with PATHS[path]():
+            kind = getattr(torch, dtype)
+            found.append([_attend_case(model, mine, kind, *case) for case in cases])
+    return found
 
 
 def _attend_case(
@@ -139,45 +145,47 @@ def _attend_case(
     return [out.detach(), *torch.autograd.grad(out, inputs, upstream)]
 
 
-def errors_of(layout: str, dtype: str, path: str, cases: list[tuple]) -> dict[tuple, float]:
-    """Largest difference from one device over the largest value, for each case."""
-    _, ring_size, ulysses = LAYOUTS[layout]
-    world = ring_size * ulysses
-    found = run_again(attend_slices, world, layout, dtype, path, cases)
-    errors = {}
-    for number, (heads, documents) in enumerate(cases):
-        for what, exact in enumerate(on_one_device(heads, getattr(torch, dtype), documents)):
-            for rank in range(world):
-                part = exact[:, positions_of(ring_size, ulysses, rank)]
-                error = (found[rank][number][what].double() - part).abs().max() / exact.abs().max()
-                errors[heads, documents, WHAT[what], rank] = float(error)
-    return errors
+ROWS = {
+    2: [
+        ("ring of 2", "float32", "whole"),
+        ("ring of 2", "bfloat16", "few queries at a time"),
+        ("ulysses of 2", "float64", "whole"),
+    ],
+    4: [("ring of 4", "float64", "whole"), ("both of 4", "float64", "product")],
+}
+CASES = [*(((8, 2), documents) for documents in DOCUMENTS), ((4, 4), "ragged"), ((4, 1), "padded")]
 
 
-CHOSEN = [
-    *((layout, "float64", "as chosen") for layout in LAYOUTS),
-    ("ring of 2", "float32", "as chosen"),
-    ("ring of 2", "bfloat16", "mask"),
-    ("both of 4", "float64", "product"),
-]
+def check_slices(world: int, rows: list[tuple[str, str, str]], cases: list[tuple]) -> None:
+    by_rank = run_again(attend_slices, world, rows, cases)
+    for row, (layout, dtype, _) in enumerate(rows):
+        for number, (heads, documents) in enumerate(cases):
+            whole = on_one_device(heads, getattr(torch, dtype), documents)
+            for rank, what in itertools.product(range(world), range(len(whole))):
+                exact = whole[what]
+                part = exact[:, positions_of(*LAYOUTS[layout][1:], rank)]
+                error = (by_rank[rank][row][number][what].double() - part).abs().max()
+                assert error <= TOLERANCES[dtype] * exact.abs().max(), (layout, heads, documents)
 
 
-@pytest.mark.parametrize(
-    ("layout", "dtype", "path"), first_of(CHOSEN, itertools.product(LAYOUTS, TOLERANCES, PATHS))
-)
-def test_slices_attend_like_whole_sequences(layout, dtype, path):
-    cases = [(heads, documents) for heads in HEADS for documents in DOCUMENTS]
-    for case, error in errors_of(layout, dtype, path, cases).items():
-        assert error <= TOLERANCES[dtype], case
+@pytest.mark.parametrize("world", ROWS)
+def test_slices_attend_like_whole_sequences(world):
+    check_slices(world, ROWS[world], CASES)
 
 
-@pytest.mark.parametrize(
-    "has_flash", [block_attention.has_flash, _never], ids=["kernel", "product"]
-)
-def test_large_scores_do_not_overflow(has_flash, monkeypatch):
-    monkeypatch.setattr(block_attention, "has_flash", has_flash)
+@pytest.mark.oracle
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slices_attend_like_whole_sequences_in_every_way(layout):
+    rows = [(layout, *rest) for rest in itertools.product(TOLERANCES, PATHS)]
+    cases = [*itertools.product([(4, 4), (8, 2), (4, 1)], DOCUMENTS)]
+    check_slices(math.prod(LAYOUTS[layout][1:]), rows, cases)
+
+
+@pytest.mark.parametrize("path", ["whole", "product"])
+def test_large_scores_do_not_overflow(path):
     q, k, v = (200 * x.transpose(1, 2) for x in draw(4, 4, torch.float32)[:3])
-    out, lse = block_attention.attend_block(q, k, v)
+    with PATHS[path]():
+        out, lse = block_attention.attend_block(q, k, v)
     assert lse.max() > 1e4
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
     torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
@@ -239,60 +247,9 @@ def change_documents(rank: int, world: int) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_documents_do_not_see_each_other_and_may_change_in_place():
-    run_again(change_documents, 2)
-
-
-def compile_sockets(rank: int, world: int, layout: str, documents: str) -> float:
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
-    model = Sockets()
-    apply_context(model, mesh, LAYOUTS[layout][0])
-    mine = positions_of(*LAYOUTS[layout][1:], rank)
-    *inputs, upstream = (x[:, mine] for x in draw(8, 2, torch.float64))
-    inputs = [x.clone().requires_grad_() for x in inputs]
-    ids = documents_of(documents)
-    ids = None if ids is None else ids[:, mine]
-
-    def twice(q, k, v):
-        return model.attend(q * 2, k, v, doc_ids=ids) * 2
-
-    compiled = torch.compile(twice, backend="aot_eager", fullgraph=True)
-    found, wanted = (
-        (out, *torch.autograd.grad(out, inputs, upstream))
-        for out in (compiled(*inputs), twice(*inputs))
-    )
-    return max(float((a - b).detach().abs().max()) for a, b in zip(found, wanted, strict=True))
-
-
-def compile_all(rank: int, world: int) -> list[float]:
-    cases = ("ring of 2", "ragged"), ("ulysses of 2", "none")
-    return [compile_sockets(rank, world, *case) for case in cases]
-
-
-def test_compiled_sockets_attend_alike():
-    """As one graph, without a break."""
-    assert all(max(errors) <= 1e-12 for errors in run_again(compile_all, 2))
-
-
-def check_operators(rank: int, world: int) -> None:
-    """Schema, fake tensors, strides and autograd, by torch's own checks."""
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
-    members = Members.of(mesh.get_group("cp"))
-    mine = positions_of(world, 1, rank)
-    inputs = [x[:, mine].clone().requires_grad_() for x in draw(8, 2, torch.float32)[:3]]
-    ids = documents_of("ragged")
-    operators = torch.ops.forgekit
-    for known in (None, ids):
-        torch.library.opcheck(operators.attend_ring, (*inputs, known, members.name))
-    parts = torch.randn(world, 3, 5, requires_grad=True)
-    torch.library.opcheck(operators.exchange_heads, (parts, members.name))
-
-
-def test_operators_are_what_torch_expects():
-    run_again(check_operators, 2)
-
-
-def generate_whole(rank: int, world: int) -> bool:
+def ring_of_two(rank: int, world: int) -> None:
+    """Documents apart; and every rank can run whole sequences for a while."""
+    change_documents(rank, world)
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
     model = fk.Transformer(SPEC)
     ids = torch.arange(7)[None]
@@ -300,50 +257,27 @@ def generate_whole(rank: int, world: int) -> bool:
     sockets = apply_context(model, mesh, "ring").sockets
     attend, locate = model.layers[0].attention.attend, model.locate
     with with_sockets(model, sockets):
-        same = torch.equal(model(ids), wanted)
+        assert torch.equal(model(ids), wanted)
     with pytest.raises(ZeroDivisionError), with_sockets(model, sockets):
         raise ZeroDivisionError
     assert model.layers[0].attention.attend is attend
     assert model.locate is locate
     copy.deepcopy(attend)
-    return same
 
 
-def test_every_rank_can_run_whole_sequences_for_a_while():
-    assert all(run_again(generate_whole, 2))
-
-
-SPLITS = [
-    (4, "ring", 6, (4, 1)),
-    (3, "ulysses", 6, (1, 3)),
-    (8, "both", 6, (4, 2)),
-    (12, "both", 6, (2, 6)),
-    (12, "both", 9, (4, 3)),
-    (8, "both", None, (2, 4)),
-]
-
-
-def test_ranks_are_split_between_rings_and_heads():
-    for context, method, heads, expected in SPLITS:
-        assert split_context(context, method, heads) == expected
-    with pytest.raises(
-        ValueError, match=r"cp 9 needs ulysses to be one of \[3\] and to divide the 8"
-    ):
-        split_context(9, "both", 8)
-    with pytest.raises(ValueError, match=r"cp 2 needs ulysses to be one of \[\] and"):
-        split_context(2, "both", 4)
-    with pytest.raises(
-        ValueError, match=r"6 query heads .* by ulysses = 4, .* one of \[1, 2, 3, 6\]"
-    ):
-        split_context(4, "ulysses", 6)
+def test_documents_do_not_see_each_other_and_whole_sequences_can_be_run():
+    run_again(ring_of_two, 2)
 
 
 def refuse(rank: int, world: int) -> None:
     """Each of these on one rank alone: nothing may be sent before it is refused."""
+    for context, method, heads_of_rank, message in [
+        (9, "both", 8, r"cp 9 needs ulysses to be one of \[3\] and to divide the 8"),
+        (4, "ulysses", 6, r"6 query heads .* by ulysses = 4, .* one of \[1, 2, 3, 6\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            split_context(context, method, heads_of_rank)
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
-    heads = fk.Transformer(attrs.evolve(SPEC, dim=24, heads=3, kv_heads=1))
-    with pytest.raises(ValueError, match=r"3 query heads .* by ulysses = 2"):
-        apply_context(heads, mesh, "ulysses")
     with pytest.raises(ValueError, match=r"no module of Linear has an 'attend' socket for cp 2\."):
         apply_context(nn.Linear(2, 2), mesh, "ring")
     ring_model, ulysses_model = Sockets(), Sockets()

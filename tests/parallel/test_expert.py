@@ -1,167 +1,283 @@
-"""Experts over ranks: a socket that exchanges tokens gives what one process gives."""
+"""Layers of experts over ranks: as in one process, and what travels between them.
+
+The layouts of the oracle have as many experts on each rank; here some ranks hold fewer.
+"""
 
 from __future__ import annotations
 
+import itertools
+from unittest.mock import patch
+
+import attrs
 import pytest
 import torch
-import torch.nn.functional as F
-from lab import full_tensors, relative_error
-from pool import run_again, run_ranks
+import torch.distributed as dist
+from covering import first_of
+from lab import full, full_tensors, relative_error
+from pool import run_ranks
+from steps.test_experts import balance, is_same, loss_fn, routed, rows, split
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import forgekit as fk
-from forgekit.mesh import expert_ranks, expert_view
-from forgekit.model.moe import dispatch_local
+from forgekit.mesh import data_ranks, expert_ranks, expert_view
+from forgekit.model.moe import MoE
 from forgekit.parallel.expert import apply_experts, find_experts
 
-DIM, FFN, EXPERTS = 8, 12, 7
-PLAN = {"*.experts": "expert"}
-TOKENS = {
-    "ragged": [[0, 3, 3, 5, 6, 1], [2, 0, 4]],
-    "an expert without tokens": [[0, 0, 2], [2, 5]],
-    "a rank without tokens": [[], [1, 4, 6]],
-    "a rank whose experts get none": [[0, 1], [3, 2]],
-    "tokens of no expert": [[EXPERTS, 0, EXPERTS], [6, EXPERTS]],
+MOE = fk.MoESpec(
+    experts=7,
+    top_k=2,
+    ffn_dim=8,
+    shared=2,
+    first=1,
+    every=2,
+    scale=1.7,
+    aux_loss=0.3,
+    z_loss=0.05,
+    sequence_aux_loss=0.2,
+    bias_rate=0.02,
+)
+SIZES = {"vocab_size": 20, "dim": 16, "heads": 2, "kv_heads": 2, "ffn_dim": 24, "max_seq_len": 12}
+SPEC = fk.TransformerSpec(**SIZES, layers=4, moe=MOE)
+LIMIT = 0.05
+"""Below the gradient's norm, so that the one factor clips."""
+LAYOUTS = {
+    "EP2xTP2, 3 experts": (4, {"dp_shard": 2, "tp": 2, "ep": 2}, {"experts": 3}),
+    "EP4": (4, {"ep": 4}, {}),
+    "EP2, 3 experts": (2, {"ep": 2}, {"experts": 3}),
+    "TP2, groups": (
+        2,
+        {"tp": 2},
+        {"experts": 6, "router": "sigmoid", "groups": 3, "top_groups": 2},
+    ),
+    "EP2xHSDP2xTP2": (8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2}, {"experts": 6}),
+    "EP4xTP2": (8, {"dp_shard": 4, "tp": 2, "ep": 4}, {}),
 }
-"""Experts of each rank's tokens."""
 
 
-class Experts(nn.Module):
-    """Matrices of all experts, each applied to the tokens that its count gives it."""
-
-    def __init__(self, experts=EXPERTS):
-        super().__init__()
-        self.up = nn.Parameter(torch.empty(experts, DIM, FFN))
-        self.bias = nn.Parameter(torch.empty(experts, FFN))
-        self.down = nn.Parameter(torch.empty(experts, FFN, DIM))
-
-    def forward(self, tokens, counts):
-        ids = torch.arange(len(counts)).repeat_interleave(counts)
-        hidden = torch.einsum("md,mdf->mf", tokens[: len(ids)], self.up[ids]) + self.bias[ids]
-        out = torch.einsum("mf,mfd->md", F.gelu(hidden), self.down[ids])
-        return F.pad(out, (0, 0, 0, len(tokens) - len(ids)))  # those of no expert come last
+def spec_of(changes):
+    return attrs.evolve(SPEC, moe=attrs.evolve(MOE, **changes))
 
 
-class Layer(nn.Module):
-    def __init__(self, experts=EXPERTS):
-        super().__init__()
-        self.experts = Experts(experts)
-        self.dispatch = dispatch_local
-
-    def forward(self, tokens, ids):
-        return self.dispatch(tokens, ids, EXPERTS, self.experts)
-
-
-def build():
-    model = nn.Sequential(Layer(), Layer()).double()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.5, generator=generator)
+def build(**changes):
+    """A model with scores far apart, loads that are not even, and an expert 100 times the rest."""
+    model = fk.Transformer(spec_of(changes)).double()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter.mul_(12)
+        for layer in routed(model):
+            layer.experts.down[0].mul_(10)
+            load = torch.rand(layer.spec.experts, generator=generator) + 0.1
+            layer.router.load.copy_(load / load.sum())
+            layer.router.selection_bias[-1] = -9.0  # the last rank's experts may get no token
     return model
 
 
-def expert_ids(case, world):
-    return [torch.tensor(ids, dtype=torch.int64) for ids in [*TOKENS[case], [], [5]][:world]]
+def create(model, **options):
+    return fk.TrainState.create(model, torch.optim.SGD(model.parameters(), momentum=0.5), **options)
 
 
-def run(model, ids, first):
-    """What comes back for tokens, their gradients, and those of the experts."""
-    tokens = torch.arange(first, first + len(ids)).double()[:, None] * torch.linspace(-1, 1, DIM)
-    tokens = tokens.sin().requires_grad_()
-    out = model[1](model[0](tokens, ids), ids)[ids < EXPERTS]
-    out.square().sum().backward()
-    return out.detach(), tokens.grad, full_tensors(model, gradients=True)
+def mine(mesh):
+    """What takes this rank's rows of a batch."""
+    rank, ranks = data_ranks(mesh)
+    return lambda batch: batch[rank::ranks].contiguous()
 
 
-def exchange(rank, world):
-    """All cases, on one model."""
-    view = expert_view(fk.build_mesh(fk.MeshSpec(ep=world), device="cpu"))
-    model, results = build(), {}
-    apply_experts(model, view, find_experts(model, PLAN))
-    for case in TOKENS:
-        model.zero_grad()
-        ids = expert_ids(case, world)
-        results[case] = run(model, ids[rank], sum(map(len, ids[:rank])))
-    return results
+def train(state, shares, sizes=(4, 4)):
+    """Two clipped steps: gradients and counts of the first, and what is left by both."""
+    for index in range(2):
+        whole = rows(index, positions=12)
+        if index:  # with four ranks the first one has no token
+            whole["doc_ids"][::4], whole["labels"][::4] = -1, -100
+        batches = [shares(batch) for batch in split(whole, sizes)]
+        totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
+        if index == 0:
+            gradients = {name: full(g) for name, g in fk.gradients(state, totals).items()}
+            counts = totals.sums["experts", "counts"].tolist()
+            assert fk.clip(totals).grad_norm > 2 * LIMIT
+        state = fk.update(state, fk.clip(totals, LIMIT), lr=0.05, totals=totals)
+    return state, gradients, counts
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_tokens_come_back_from_their_experts_as_in_one_process(world):
-    """Seven experts are four and three, or two on each rank and one on the last."""
-    by_rank = run_again(exchange, world)
-    for case in TOKENS:
-        expected, slopes, gradients = run(build(), torch.cat(expert_ids(case, world)), 0)
-        outs, grads, found = zip(*(results[case] for results in by_rank), strict=True)
-        torch.testing.assert_close(torch.cat(outs), expected)
-        torch.testing.assert_close(torch.cat(grads), slopes)
-        assert max(relative_error(each, gradients) for each in found) < 1e-12
+def contents(state):
+    """Weights and moments whole, and balance."""
+    named = dict(state.model.named_parameters())
+    moments = {
+        f"{name}/{key}": full(value).clone()
+        for name, parameter in named.items()
+        for key, value in state.optimizer.state[parameter].items()
+    }
+    return {**full_tensors(state.model), **moments}, balance(state)
+
+
+def _train(rank, world, sizes, changes, options, folder):
+    """From a checkpoint of one process two steps, and a checkpoint of what they leave."""
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    with torch.device("meta"):
+        model = fk.Transformer(spec_of(changes))
+    model = fk.parallelize(model, mesh, seed=5, **options)
+    fresh = full_tensors(model)
+    loads = [layer.router.load.clone() for layer in routed(model)]
+    state = fk.checkpoint_load(create(model.double(), mesh=mesh), folder / "0")
+    loaded = contents(state)
+    sizes = (4, 4) if data_ranks(mesh)[1] <= 4 else (8,)  # no rank without a row
+    state, gradients, counts = train(state, mine(mesh), sizes)
+    fk.checkpoint_save(state, folder / "1").wait()
+    return fresh, loads, loaded, gradients, counts, contents(state)
+
+
+def error(found, expected):
+    """The worst error of any kind of parameter, each on its own scale."""
+    assert found.keys() == expected.keys()
+    kinds = {}
+    for name in expected:
+        kind = next((k for k in (".router.", ".shared.", ".experts.") if k in name), "dense")
+        kinds.setdefault(kind, []).append(name)
+    return max(
+        relative_error(*({name: tensors[name] for name in names} for tensors in (found, expected)))
+        for names in kinds.values()
+    )
+
+
+def same(found, expected):
+    """Bit for bit."""
+    (tensors, balanced), (wanted, wanted_balance) = found, expected
+    assert tensors.keys() == wanted.keys()
+    is_equal = all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+    return is_equal and is_same(balanced, wanted_balance)
+
+
+CHOSEN = [("EP2xTP2, 3 experts", "selective"), ("EP4", "full")]
+
+
+@pytest.mark.parametrize(
+    ("layout", "what"), first_of(CHOSEN, itertools.product(LAYOUTS, ["none", "full", "selective"]))
+)
+def test_layers_of_experts_start_train_and_resume_as_in_one_process(layout, what, tmp_path):
+    world, sizes, changes = LAYOUTS[layout]
+    expected = full_tensors(fk.Transformer(spec_of(changes), seed=5))
+    state, *_ = train(create(build(**changes)), lambda batch: batch)
+    saved = contents(state)
+    fk.checkpoint_save(state, tmp_path / "0", blocking=True)
+    state, gradients, counts = train(state, lambda batch: batch)
+    after, balanced = contents(state)
+    options = {"activation_checkpoint": what}
+    by_rank = run_ranks(_train, world, sizes, changes, options, tmp_path, timeout_s=20 * world)
+    for fresh, loads, loaded, *trained in by_rank:
+        assert all(torch.equal(fresh[name], expected[name]) for name in expected)
+        assert all((load == 1 / len(load)).all() for load in loads)
+        assert same(loaded, saved)
+        assert error(trained[0], gradients) < 1e-10
+        assert trained[1] == counts
+        assert error(trained[2][0], after) < 1e-10
+        assert is_same(trained[2][1], balanced)
+    again = fk.checkpoint_load(create(build(**changes)), tmp_path / "1")
+    assert same(contents(again), by_rank[0][-1])
+
+
+# What travels
+
+
+class Watched:
+    """Work under way that says when it is waited for."""
+
+    def __init__(self, work, events):
+        self.work, self.events = work, events
+
+    def wait(self):
+        self.events.append(("wait",))
+        return self.work.wait()
+
+
+def _exchange(rank, world, changes):
+    mesh = fk.build_mesh(fk.MeshSpec(ep=world), device="cpu")
+    state = create(fk.parallelize(build(**changes), mesh), mesh=mesh)
+    events, send = [], dist.all_to_all_single
+
+    def watched(arrived, rows, *args, **options):
+        events.append(("send", rows.numel() * rows.element_size(), rows.dtype))
+        work = send(arrived, rows, *args, **options)
+        return Watched(work, events) if options.get("async_op") else work
+
+    for layer in routed(state.model):
+        layer.shared.register_forward_hook(lambda *_: events.append(("shared",)))
+    batches = [mine(mesh)(b) for b in split(rows(positions=12), [4, 4])]
+    with patch.object(dist, "all_to_all_single", watched):
+        totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn, audit=False), state)
+    gradients = {name: full(g) for name, g in fk.gradients(state, totals).items()}
+    noted = [totals["experts", name].tolist() for name in ("counts", "kept")]
+    return gradients, events, *noted
+
+
+@pytest.mark.parametrize("capacity", [0.9, pytest.param(None, marks=pytest.mark.oracle)])
+def test_routed_tokens_travel_and_nothing_else(capacity):
+    """Four exchanges of the rows that are computed, in forward and back, and the numbers of them.
+
+    With a capacity each rank is a micro-batch of its own: the share that it drops is that of one
+    process which takes them one by one.
+    """
+    changes = {"capacity": capacity, "experts": 3}
+    state = create(build(**changes))
+    apart = [b[rank::2] for b in split(rows(positions=12), [4, 4]) for rank in range(2)]
+    totals = fk.reduce_totals(fk.accumulate(state, apart, loss_fn), state)
+    expected = {name: full(g) for name, g in fk.gradients(state, totals).items()}
+    by_rank = run_ranks(_exchange, 2, changes)
+    for gradients, _, counts, kept in by_rank:
+        assert error(gradients, expected) < 1e-10
+        assert counts == totals["experts", "counts"].tolist()
+        assert kept == totals["experts", "kept"].tolist()
+    computed, choices = sum(kept), sum(map(sum, counts))
+    assert (computed < choices) == (capacity is not None)
+    sent = [event[1:] for _, events, *_ in by_rank for event in events if event[0] == "send"]
+    dim, item, ranks, layers, micros, each = 16, 8, 2, 2, 2, 2
+    numbers = [size for size, dtype in sent if dtype == torch.int64]
+    assert numbers == [ranks * each * 8] * (ranks * layers * micros)
+    assert sum(size for size, dtype in sent if dtype == torch.float64) == 4 * computed * dim * item
+    # Shared experts compute before rows that are on their way are read, and waited for.
+    orders = [[event[0] for event in events] for _, events, *_ in by_rank]
+    forward = ["send", "send", "shared", "wait", "send", "wait"]
+    backward = ["send", "wait"] * 2
+    assert orders == [(forward * 2 + backward * 2) * 2] * 2
+
+
+# Meshes, names and errors
+
+
+def layer(experts=7):
+    return MoE(16, attrs.evolve(MOE, experts=experts), "layer")
+
+
+REFUSED = [
+    (lambda: layer().experts, "", {"ep": 4}, "neither '' nor a module above it has a `dispatch`"),
+    (layer, "", {"ep": 4}, "is for modules whose parameters"),
+    (lambda: layer(5), "experts", {"ep": 4}, r"would have none; use at most ep=3\."),
+    (layer, "experts", {"ep": 2, "tp": 2}, "travel 2 times over"),
+]
 
 
 def _meshes(rank, world):
     """Equal in torch's eyes; each knows its own experts, and a mesh by torch alone has none."""
-    meshes = [fk.build_mesh(fk.MeshSpec(ep=ep), device="cpu") for ep in (2, 1, 4)]
-    plain = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",))
-    assert meshes[0] == meshes[1] == meshes[2]
+    for build_model, name, sizes, message in REFUSED:
+        view = expert_view(fk.build_mesh(fk.MeshSpec(**sizes), device="cpu"))
+        model = build_model()
+        with pytest.raises(ValueError, match=message):
+            apply_experts(model, view, find_experts(model, {name: "expert"}))
     view = expert_view(fk.build_mesh(fk.MeshSpec(pp=2, dp_shard=1, cp=2, ep=2), device="cpu"))
-    assert view.mesh_dim_names == ("pp", "dp_replicate", "fsdp_ep", "ep", "tp")
-    assert view.mesh.shape == (2, 1, 1, 2, 1)
     assert view["ep"].mesh.tolist() == [rank // 2 * 2, rank // 2 * 2 + 1]  # neighbours
-    return [expert_ranks(mesh) for mesh in (*meshes, plain)]
+    meshes = [fk.build_mesh(fk.MeshSpec(ep=ep), device="cpu") for ep in (2, 1, 4)]
+    meshes.append(init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)))
+    return [expert_ranks(mesh) for mesh in meshes]
 
 
-def test_meshes_of_one_shape_keep_their_own_experts():
+def test_what_cannot_be_shared_is_refused_and_meshes_keep_their_own_experts():
     for rank, found in enumerate(run_ranks(_meshes, 4)):
         assert found == [(rank % 2, 2), (0, 1), (rank, 4), (0, 1)]
 
 
 def test_a_module_inside_another_one_is_not_sharded_twice():
-    model = build()
-    assert find_experts(model, {"0*": "expert", "1.*": "expert"}) == [model[0], model[1].experts]
-    with pytest.raises(ValueError, match=r"'\*\.moe', of style 'expert', matches no module of Seq"):
+    model, plan = nn.Sequential(layer(), layer()), {"0*": "expert", "1.experts*": "expert"}
+    assert find_experts(model, plan) == [model[0], model[1].experts]
+    with pytest.raises(ValueError, match=r"the plan's pattern '\*\.moe' matches no module"):
         find_experts(model, {"*.moe": "expert"})
-
-
-# Errors
-
-
-class WithRouter(Layer):
-    def __init__(self):
-        super().__init__()
-        self.router = nn.Linear(DIM, EXPERTS)
-
-
-REFUSED = [
-    (Experts, {"": "expert"}, {"ep": 4}, r"neither '' nor a module above it has a `dispatch` sock"),
-    (
-        WithRouter,
-        {"": "expert"},
-        {"ep": 4},
-        r"'' \(WithRouter\) has the parameters .* style 'expert' is for modules whose parameters",
-    ),
-    (
-        lambda: Layer(5),
-        {"experts": "expert"},
-        {"ep": 4},
-        r"'experts' has 5 experts, 2 to a rank, so some of the 4 ranks of ep .* at most ep=3\.",
-    ),
-    (
-        build,
-        PLAN,
-        {"ep": 2, "tp": 2},
-        r"^'0\.experts' computes the same on all ranks of tp 2, so with ep 2 its tokens would "
-        r"travel 2 times over\. Give the layer above it the style 'routed'",
-    ),
-]
-
-
-def _refused(rank, world):
-    for build_model, plan, sizes, message in REFUSED:
-        view = expert_view(fk.build_mesh(fk.MeshSpec(**sizes), device="cpu"))
-        model = build_model()
-        with pytest.raises(ValueError, match=message):
-            apply_experts(model, view, find_experts(model, plan))
-
-
-def test_what_cannot_be_shared_is_refused():
-    run_again(_refused, 4)

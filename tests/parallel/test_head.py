@@ -33,8 +33,8 @@ KINDS: dict[str, str] = {
     "an odd vocabulary": "Llama",
 }
 TOLERANCE = {"experts": 1e-6}  # their routers compute in float32
+EVERY = ("fsdp2", "tp2", "fsdp2-tp2")
 LAYOUTS: dict[str, dict[str, int]] = {
-    "one process": {},
     "fsdp2": {"dp_shard": 2},
     "tp2": {"tp": 2},
     "pp2": {"pp": 2},
@@ -64,10 +64,6 @@ def draw_batch(seed: int, positions: int = POSITIONS) -> TensorDict:
 def head_loss(model: Any, batch: Any) -> fk.Loss:
     head = partial(fk.linear_cross_entropy, labels=batch["labels"], z_loss=0.1)
     return model(batch["input_ids"], head=head)
-
-
-def logits_loss(model: Any, batch: Any) -> fk.Loss:
-    return fk.cross_entropy(model(batch["input_ids"]).logits, batch["labels"])
 
 
 def count_of(batch: Any) -> int:
@@ -122,14 +118,10 @@ def _with_head(rank: int, world: int, kinds: list[str], layout: str) -> dict[str
 @pytest.mark.parametrize(
     ("layout", "kinds"),
     [
-        ("one process", ["plain"]),
-        ("fsdp2", ["tied", "frozen"]),
-        ("tp2", ["tied", "experts", "adapter", "an odd vocabulary"]),
+        ("fsdp2", ["frozen"]),
+        ("tp2", ["tied", "adapter", "an odd vocabulary"]),
         ("pp2", ["plain"]),
-        *(
-            pytest.param(layout, list(KINDS), marks=pytest.mark.oracle)
-            for layout in ("fsdp2", "tp2", "fsdp2-tp2")
-        ),
+        *(pytest.param(layout, list(KINDS), marks=pytest.mark.oracle) for layout in EVERY),
     ],
 )
 def test_a_foreign_model_with_a_head_has_the_gradients_of_one_process(layout, kinds):
@@ -153,24 +145,19 @@ def test_terms_on_logits_that_ranks_share_have_the_gradient_of_one_process(layou
     check(run_again(_mixed, math.prod(LAYOUTS[layout].values()), layout), reference, 1e-10)
 
 
-def _largest(rank: int, world: int) -> dict[str, int]:
+def _largest(rank: int, world: int) -> None:
     mesh = fk.build_mesh(fk.MeshSpec(tp=world), device="cpu")
     model = fk.parallelize(build_kind("plain", vocab_size=256), mesh, head="lm_head")
-    batch, largest = draw_batch(0, positions=64), {}
+    batch, whole = draw_batch(0, positions=64), ROWS * 64 * 256
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy_file, "LOGITS_ON_CPU", 16 * 256)
-        for name, loss in {"head": head_loss, "logits": logits_loss}.items():
-            with Watch() as seen:
-                loss(model, batch).sum.backward()
-            largest[name] = seen.largest
-    return largest
+        with Watch() as seen:
+            head_loss(model, batch).sum.backward()
+    assert seen.largest < whole / 3  # a weight is larger than a chunk
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_logits_are_never_whole_with_a_head(world):
-    for largest in run_again(_largest, world):
-        assert largest["logits"] == ROWS * 64 * 256
-        assert largest["head"] < ROWS * 64 * 256 / 3  # a weight is larger than a chunk
+def test_logits_are_never_whole_with_a_head():
+    run_again(_largest, 2)
 
 
 # What cannot be left out
@@ -222,12 +209,9 @@ def test_a_head_whose_logits_are_changed_is_refused(name, mesh):
     assert model(batch["input_ids"])["logits"].isfinite().all()  # and works on without it
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [("Gemma2", {"final_logit_softcapping": 5.0, "head_dim": 8}), ("Cohere", {"logit_scale": 0.2})],
-)
-def test_models_that_scale_or_cap_their_logits_are_refused(name, changes, mesh):
-    model = build(name, "cpu", tie_word_embeddings=True, **changes)
+def test_models_that_scale_or_cap_their_logits_are_refused(mesh):
+    changes = {"final_logit_softcapping": 5.0, "head_dim": 8}
+    model = build("Gemma2", "cpu", tie_word_embeddings=True, **changes)
     with pytest.raises(ValueError, match=r"^head= takes the place of one projection .* a soft cap"):
         head_loss(fk.parallelize(model, mesh, head="lm_head"), draw_batch(0))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import in_turn
-from lab import full_tensors, mean_gradients, reference_gradients, relative_error
+from lab import full_tensors, is_kept, mean_gradients, reference_gradients, relative_error
 from pool import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import forgekit as fk
 from forgekit.model.attention import attend_causal
@@ -76,8 +76,6 @@ class _Model(nn.Module):
             x = x + self.place(position_ids)
         for layer in self.layers:
             x = layer(x)
-        if self.kind == "shifted at the end":
-            x = x + 0.5 * _shift(x)
         return self.output(x)
 
 
@@ -98,57 +96,62 @@ def _batch(*, given=False):
 
 
 def _state(kind, method, precision="fp32", pp=1):
-    mesh = fk.build_mesh(fk.MeshSpec(cp=2, pp=pp), device="cpu")
+    # A mesh that a user makes, with the dimensions that there are.
+    sizes = {**({"pp": pp} if pp > 1 else {}), "dp_replicate": 1, "dp_shard": 1, "cp": 2}
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     model = _Model(kind)
     model = model.double() if precision == "fp32" else model
     model = fk.parallelize(model, mesh, context_parallel=method, precision=precision)
     return fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
 
 
-def _exact(rank, world, kind, method, given):
-    return mean_gradients(_state(kind, method), [_batch(given=given)], _loss)
-
-
-CASES = [("locate", False), ("locate", True), ("arange", True), ("none", False)]
-
-
-@pytest.mark.parametrize(("case", "method"), in_turn(CASES, ["ring", "ulysses"]))
-def test_positions_of_whole_sequences_are_exact(case, method):
-    kind, given = case
-    expected, _ = reference_gradients(_Model(kind), [[_batch(given=given)]], _loss)
-    used = [name for name in expected if kind != "none" or not name.startswith("place")]
-    for found in run_again(_exact, 2, kind, method, given):
-        assert relative_error({name: found[name] for name in expected}, expected) < 1e-10
-        assert all(found[name].any() for name in used)
-
-
+CASES = [
+    ("locate", False, "ring"),
+    ("locate", True, "ulysses"),
+    ("arange", True, "ring"),
+    ("none", False, "ulysses"),
+]
+"""What makes positions, whether the batch has them, and how ranks share a sequence."""
 INSIDE = r"what attention 'layers\.{}\.attention' is given at a position depends on other"
 WRONG = {
-    "arange": INSIDE.format(0),
-    "token shift": INSIDE.format(1),
-    "own attention": "what the model returns at a position depends on other positions",
-    "shifted at the end": "what the model returns at a position depends on other positions",
+    "arange": (INSIDE.format(0), "ring", "fp32"),
+    "token shift": (INSIDE.format(1), "ulysses", "bf16"),
+    "own attention": ("what the model returns at a position depends", "ring", "fp32"),
 }
 
 
-def _refused(rank, world, kind, method, precision, pp=1):
-    state = _state(kind, method, precision, pp)
+def _refuse(state, message, micros=1):
     before = full_tensors(state.model)
     step = fk.make_step(_loss, schedule=fk.constant(0.1))
-    with pytest.raises(ValueError, match=WRONG[kind]) as caught:
-        step(state, [_batch()] * pp)
-    after = full_tensors(state.model)
+    with pytest.raises(ValueError, match=message) as caught:
+        step(state, [_batch()] * micros)
     assert "take positions from the batch (position_ids) or a socket" in str(caught.value)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert is_kept(state.model, before)
     assert state.model.training
 
 
-@pytest.mark.parametrize(
-    ("kind", "how"), in_turn(list(WRONG), [("ring", "fp32"), ("ulysses", "bf16")])
-)
-def test_a_model_that_makes_its_own_positions_is_refused(kind, how):
-    run_again(_refused, 2, kind, *how)
+def _on_two_ranks(rank, world):
+    for kind, (message, method, precision) in WRONG.items():
+        _refuse(_state(kind, method, precision), message)
+    return [
+        mean_gradients(_state(kind, method), [_batch(given=given)], _loss)
+        for kind, given, method in CASES
+    ]
+
+
+def test_a_model_that_makes_its_own_positions_is_refused_and_others_are_exact():
+    by_rank = run_again(_on_two_ranks, 2)
+    for number, (kind, given, _) in enumerate(CASES):
+        expected, _ = reference_gradients(_Model(kind), [[_batch(given=given)]], _loss)
+        used = [name for name in expected if kind != "none" or not name.startswith("place")]
+        for found in [gradients[number] for gradients in by_rank]:
+            assert relative_error({name: found[name] for name in expected}, expected) < 1e-10
+            assert all(found[name].any() for name in used)
+
+
+def _in_stages(rank, world):
+    _refuse(_state("arange", "ring", pp=2), WRONG["arange"][0], micros=2)
 
 
 def test_stages_without_positions_are_refused():
-    run_ranks(_refused, 4, "arange", "ring", "fp32", 2)
+    run_ranks(_in_stages, 4)

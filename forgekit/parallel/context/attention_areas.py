@@ -35,14 +35,12 @@ class Area:
         offset: Position of the first query among the keys, where a query sees those up to its own;
             None where it sees all.
         rows: Rows of the batch.
-        is_masked: Whether documents still have to be told apart.
     """
 
     queries: slice
     keys: slice
     offset: int | None = None
     rows: slice = slice(None)
-    is_masked: bool = False
 
 
 def areas_seen(rank: int, source: int, positions: int) -> list[Area]:
@@ -76,21 +74,21 @@ def areas_seen(rank: int, source: int, positions: int) -> list[Area]:
     return [Area(back, front), Area(back, back)]
 
 
-def areas_of_queries(area: Area, rows: int, heads: int, *, is_masked: bool) -> list[Area]:
-    """Split an area in blocks of queries, so that the scores or the mask of one stay small.
+def areas_of_queries(area: Area, rows: int, heads: int) -> list[Area]:
+    """Split an area in blocks of queries, so that the scores of one stay small.
 
     Args:
         area: What is seen, documents aside.
         rows: Rows of the batch, ``b``.
         heads: Query heads, ``h``.
-        is_masked: Whether a mask has to separate documents.
 
     Returns:
         Areas of at least ``LEAST_QUERIES`` queries, without the keys that come after all of them.
     """
     first, last = area.queries.start, area.queries.stop
     # Few queries at a time against all keys: memory is bounded, and each block is still a product.
-    step = max(LEAST_QUERIES, MOST_SCORES // (rows * heads * _size(area.keys)))
+    keys = area.keys.stop - area.keys.start
+    step = max(LEAST_QUERIES, MOST_SCORES // (rows * heads * keys))
     blocks = []
     for start in range(first, last, step):
         stop = min(start + step, last)
@@ -98,7 +96,7 @@ def areas_of_queries(area: Area, rows: int, heads: int, *, is_masked: bool) -> l
         if area.offset is not None:
             offset = area.offset + start - first
             keys = slice(keys.start, keys.start + offset + stop - start)
-        blocks.append(Area(queries, keys, offset, is_masked=is_masked))
+        blocks.append(Area(queries, keys, offset))
     return blocks
 
 
@@ -116,50 +114,37 @@ def areas_of_documents(area: Area, queries: Tensor, keys: Tensor) -> list[Area]:
     return [part for row, (q, k) in enumerate(rows) for part in _shared_runs(area, row, q, k)]
 
 
-@attrs.frozen(eq=False)
-class Route:
-    """What a rank computes in each step of a round; step ``n`` brings the slice ``n`` ranks back.
+def areas_of_step(
+    rank: int, size: int, ids: Tensor | None, kernel: Kernel, q: Tensor, step: int
+) -> list[tuple[Area, Ids | None]]:
+    """What a rank computes in a step of a round, which brings the slice ``step`` ranks back.
 
-    Attributes:
+    Args:
         rank: This rank.
         size: Ranks in the ring.
-        ids: ``[b size*s]`` documents of all slices; None for one document a row.
+        ids: ``[b size*s]`` documents of all slices, on the CPU for ``"flash"``; None for one
+            document a row.
         kernel: What computes an area.
+        q: ``[b h s c]`` queries.
+        step: The step.
+
+    Returns:
+        Areas, and the documents of their queries and keys where those have to be told apart.
     """
-
-    rank: int
-    size: int
-    ids: Tensor | None
-    kernel: Kernel = "sdpa"
-
-    def documents(self, area: Area, step: int) -> Ids | None:
-        """Documents of an area's queries and keys, where they have to be told apart."""
-        if self.ids is None or not area.is_masked:
-            return None
-        queries, keys = self._slice(self.ids, 0), self._slice(self.ids, step)
-        return queries[area.rows, area.queries], keys[area.rows, area.keys]
-
-    def areas(self, step: int, q: Tensor) -> list[Area]:
-        """The areas of a step, for queries ``[b h s c]``."""
-        rows, heads, positions, _ = q.shape
-        seen = areas_seen(self.rank, self._source(step), positions)
-        # A flash kernel holds no scores and takes an area whole; a product takes it in blocks.
-        holds_scores = self.kernel != "flash" and not has_flash(q)
-        if self.ids is None and not holds_scores:
-            return seen
-        if self.ids is not None and self.kernel == "flash":
-            queries, keys = self._slice(self.ids, 0), self._slice(self.ids, step)
-            parts = [areas_of_documents(area, queries, keys) for area in seen]
-        else:
-            is_masked = self.ids is not None
-            parts = [areas_of_queries(area, rows, heads, is_masked=is_masked) for area in seen]
-        return list(itertools.chain.from_iterable(parts))
-
-    def _source(self, step: int) -> int:
-        return (self.rank - step) % self.size
-
-    def _slice(self, ids: Tensor, step: int) -> Tensor:
-        return ids.chunk(self.size, 1)[self._source(step)]
+    (rows, heads, positions, _), source = q.shape, (rank - step) % size
+    seen = areas_seen(rank, source, positions)
+    slices = None if ids is None else ids.chunk(size, 1)
+    if kernel == "flash":  # it holds no scores and takes an area whole, of one document
+        if slices is not None:
+            apart = (areas_of_documents(area, slices[rank], slices[source]) for area in seen)
+            seen = itertools.chain.from_iterable(apart)
+        return [(area, None) for area in seen]
+    if slices is None and has_flash(q):
+        return [(area, None) for area in seen]
+    blocks = [block for area in seen for block in areas_of_queries(area, rows, heads)]
+    if slices is None:
+        return [(block, None) for block in blocks]
+    return [(b, (slices[rank][:, b.queries], slices[source][:, b.keys])) for b in blocks]
 
 
 def _shared_runs(
@@ -186,7 +171,3 @@ def _runs(ids: np.ndarray[Any, Any], where: slice) -> Iterator[tuple[int, slice]
     starts = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), len(ids)]
     for start, stop in itertools.pairwise(starts):
         yield int(ids[start]), slice(where.start + start, where.start + stop)
-
-
-def _size(positions: slice) -> int:
-    return positions.stop - positions.start

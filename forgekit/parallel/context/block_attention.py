@@ -56,12 +56,9 @@ def attend_block(
         return _flash(q, k, v, is_causal=offset == 0)
     if not has_flash(q):
         return _plain(q, k, v, _mask(q, k, offset, ids))
-    # The kernel takes additive masks only, in the dtype of the queries.
-    causal, mask = _flash_mask(q, k, offset, ids)
-    bias = _bias(mask, q.dtype)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=bias
-    )
+    causal, mask, bias = _cpu_mask(q, k, offset, ids)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(q, k, v, 0.0, causal, attn_mask=bias)
     if mask is not None:  # where nothing is seen the kernel says 0
         lse = lse.masked_fill(~mask.any(-1), float("-inf"))
     return out, lse
@@ -99,11 +96,9 @@ def attend_block_backward(
         return _flash_backward(gradient, q, k, v, out, lse, is_causal=offset == 0)
     if not has_flash(q):
         return _plain_backward(gradient, q, k, v, out, lse, _mask(q, k, offset, ids))
-    causal, mask = _flash_mask(q, k, offset, ids)
-    bias = _bias(mask, q.dtype)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, q, k, v, out, lse, 0.0, causal, attn_mask=bias
-    )
+    causal, _, bias = _cpu_mask(q, k, offset, ids)
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    return flash(gradient, q, k, v, out, lse, 0.0, causal, attn_mask=bias)
 
 
 def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -134,18 +129,18 @@ def _mask(q: Tensor, k: Tensor, offset: int | None, ids: Ids | None) -> Tensor |
     return before if same is None else same & before
 
 
-def _flash_mask(
+def _cpu_mask(
     q: Tensor, k: Tensor, offset: int | None, ids: Ids | None
-) -> tuple[bool, Tensor | None]:
-    """The kernel's own causal mask, which costs nothing, where it is the one that is meant."""
-    causal = offset == 0 and ids is None and q.shape[2] == k.shape[2]
-    return causal, None if causal else _mask(q, k, offset, ids)
-
-
-def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+) -> tuple[bool, Tensor | None, Tensor | None]:
+    """Whether the kernel's own causal mask will do, which costs nothing; else one, also added."""
+    if offset == 0 and ids is None and q.shape[2] == k.shape[2]:
+        return True, None, None
+    mask = _mask(q, k, offset, ids)
     if mask is None:
-        return None
-    return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
+        return False, None, None
+    # The kernel takes additive masks only, in the dtype of the queries.
+    bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
+    return False, mask, bias
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ References:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch._compile import _disable_dynamo
 from forgekit.data.batch import slice_positions
 from forgekit.model.attention import Attend, Documents
 from forgekit.model.attention_kernels import AttentionChoice, Kernel, choose
-from forgekit.parallel.context.attention_areas import Area, Route
+from forgekit.parallel.context.attention_areas import Area, areas_of_step
 from forgekit.parallel.context.block_attention import (
+    Ids,
     attend_block,
     attend_block_backward,
     merge_block,
@@ -121,7 +123,7 @@ def attend_ring(
         backward pass needs.
     """
     members = members_named(name)
-    route = _route(members, q, ids, kernel, runs)
+    areas = _planned(members, q, ids, kernel, runs)
     # Summed in float32 or wider, and rounded once at the end.
     out = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
     shape = q.shape[0], q.shape[2], q.shape[1]
@@ -130,10 +132,10 @@ def attend_ring(
     q, k, v, summed = map(_by_head, (_dense(q), k, v, out))
 
     def attend(step: int, keys: Tensor, values: Tensor) -> None:
-        for area in route.areas(step, q):
+        for area, documents in areas(q, step):
             here, there = _indices(area)
-            options = {"ids": route.documents(area, step), "kernel": route.kernel}
-            block = attend_block(q[here], keys[there], values[there], offset=area.offset, **options)
+            options: Any = {"offset": area.offset, "ids": documents, "kernel": kernel}
+            block = attend_block(q[here], keys[there], values[there], **options)
             merge_block(summed[here], lse[here], *block)
 
     _go_round(members, k, v, attend)
@@ -176,7 +178,7 @@ def attend_ring_backward(
         Gradients of ``q``, ``k`` and ``v``, shaped like them.
     """
     members = members_named(name)
-    route = _route(members, q, ids, kernel, runs)
+    areas = _planned(members, q, ids, kernel, runs)
     wide_dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
     dq, dk, dv = _like(q), _like(k), _like(v)
     gradient, q, out = map(_by_head, (_dense(gradient), _dense(q), out))
@@ -187,11 +189,11 @@ def attend_ring_backward(
 
     def attend_back(step: int, keys: Tensor, values: Tensor) -> None:
         nonlocal following
-        for area in route.areas(step, q):
+        for area, documents in areas(q, step):
             here, there = _indices(area)
-            options = {"ids": route.documents(area, step), "kernel": route.kernel}
+            options: Any = {"offset": area.offset, "ids": documents, "kernel": kernel}
             given = gradient[here], q[here], keys[there], values[there], out[here], lse[here]
-            shares = attend_block_backward(*given, offset=area.offset, **options)
+            shares = attend_block_backward(*given, **options)
             summed[here].add_(shares[0])
             # Only now: what others found of these keys may arrive while this rank computes.
             for whole, share in zip(following.wait(), shares[1:], strict=True):
@@ -204,13 +206,13 @@ def attend_ring_backward(
     return dq, dk, dv
 
 
-def _route(
+def _planned(
     members: Members, q: Tensor, ids: Tensor | None, kernel: Kernel, runs: list[int] | None
-) -> Route:
+) -> Callable[[Tensor, int], list[tuple[Area, Ids | None]]]:
     if runs is not None:
         values, lengths = torch.tensor(runs, device="cpu").chunk(2)
         ids = values.repeat_interleave(lengths).unflatten(0, (len(q), -1))
-    return Route(members.rank, members.size, ids, kernel)
+    return partial(areas_of_step, members.rank, members.size, ids, kernel)
 
 
 def _go_round(

@@ -8,10 +8,9 @@ each kind is rehearsed stage by stage, so that all ranks raise together.
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -109,7 +108,7 @@ class Stages:
         self.modules = [stage.module for stage in self._split.stages]
         self._rehearsed: dict[Hashable, Forms] = {}
         self._forms = Forms((), {})
-        self._built: OrderedDict[Any, Any] = OrderedDict()
+        self._built = lru_cache(CACHED)(self._build)
         self._is_broken = False
         shown = f"the pipeline stages {self.mine} of {self.count} of {type(model).__name__}"
         wrap_forward(model, partial(_refuse_call, shown))
@@ -313,7 +312,8 @@ class Stages:
         # Torch's schedule walks this rank's row of the table of work: before each forward it waits
         # for the activations, after it sends them on; backward the same the other way round. The
         # stages compute in between, and pull a micro-batch when its turn comes.
-        schedule, stages = self._find(micro_batches, shape)
+        passed = tuple(tuple(self.passed(stage, shape)) for stage in range(self.count - 1))
+        schedule, stages = self._built(micro_batches, passed)
         errors: list[Exception] = []
         for stage in stages:
             stage.compute, stage.errors, stage.has_backward = compute, errors, True
@@ -393,28 +393,21 @@ class Stages:
         """Raise unless the schedule can run a number of micro-batches."""
         check_micro_batches(self._schedule, self._ranks, micro_batches)
 
-    def _find(self, micro_batches: int, shape: Sequence[int]) -> tuple[Any, list[Any]]:
-        """Build a schedule, or take one that was built for the same numbers."""
+    def _build(
+        self, micro_batches: int, passed: tuple[tuple[Leaf, ...], ...]
+    ) -> tuple[Any, list[Any]]:
+        """Build a schedule; torch allocates receive buffers for its micro-batches of one shape."""
         from forgekit.parallel.pipeline.torch_stage import TorchStage
 
-        # Torch allocates receive buffers for a number of micro-batches and one shape.
-        passed = tuple(tuple(self.passed(stage, shape)) for stage in range(self.count - 1))
-        key = micro_batches, passed
-        if key not in self._built:
-            where = passed, self.device, self._group
-            stages = [
-                TorchStage(module, number, *where, splits_backward=self._splits_backward)
-                for number, module in zip(self.mine, self.modules, strict=True)
-            ]
-            given = stages[0] if stages_per_rank(self._schedule) == 1 else stages
-            build = schedule_class(self._schedule)
-            # The loss function of torch's schedule: the last stage returns the loss already.
-            schedule = build(given, micro_batches, loss_fn=lambda x, _: x, scale_grads=False)
-            self._built[key] = schedule, stages
-            if len(self._built) > CACHED:
-                self._built.popitem(last=False)
-        self._built.move_to_end(key)
-        return self._built[key]
+        where = passed, self.device, self._group
+        stages = [
+            TorchStage(module, number, *where, splits_backward=self._splits_backward)
+            for number, module in zip(self.mine, self.modules, strict=True)
+        ]
+        given = stages[0] if stages_per_rank(self._schedule) == 1 else stages
+        build = schedule_class(self._schedule)
+        # The loss function of torch's schedule: the last stage returns the loss already.
+        return build(given, micro_batches, loss_fn=lambda x, _: x, scale_grads=False), stages
 
 
 def _has_positions(leaf: Leaf, shape: Sequence[int]) -> bool:

@@ -7,10 +7,10 @@ alike, before the first collective.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -18,15 +18,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from forgekit.checks import divisors, nearest_multiples
 from forgekit.model.nf4 import is_packed
 from forgekit.parallel.layout import EXPERT
+from forgekit.parallel.tensor.styles import GROUPED, ROUTED, STYLES
 
 Style = str | ParallelStyle
 Plan = Mapping[str, Style]
-
-ROUTED = "routed"
-"""The style of a layer with a router, experts and shared experts."""
-
-GROUPED = "grouped"
-"""The style of experts of transformers, ``[e ...]``: each rank has some of them."""
 
 TRANSFORMERS_EXPERTS = "moe_tp_experts"
 """What transformers calls the style of a module of experts, of whose parameters it has entries too.
@@ -69,37 +64,20 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
             f"tp is {size} and {type(model).__name__} has no plan of its own; set tp to 1, or pass "
             'for example plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
         )
-    names = dict(model.named_modules(remove_duplicate=False))
-    # A module that has several names is known by the first of them.
-    first = {module: name for name, module in reversed(names.items())}
-    modules = {name: module for name, module in names.items() if first[module] == name}
-    styles: dict[str, Style] = {}
-    for pattern, style in plan.items():
-        if style not in (*KINDS, EXPERT) and not isinstance(style, ParallelStyle):
-            raise ValueError(
-                f"the plan gives {pattern!r} the style {style!r}; it is one of "
-                f"{', '.join(map(repr, (*KINDS, EXPERT)))}, or a ParallelStyle of torch."
-            )
-        matched = [first[module] for name, module in names.items() if fnmatchcase(name, pattern)]
-        if style != EXPERT and not matched:  # see `find_experts`
-            nearest = difflib.get_close_matches(pattern, filter(None, names), n=3, cutoff=0.0)
-            raise ValueError(
-                f"the plan's pattern {pattern!r} matches no module; the nearest names are "
-                f"{', '.join(map(repr, nearest))}."
-            )
-        styles |= dict.fromkeys(matched, style)
+    modules = dict(model.named_modules())
+    styles = match_plan(model, plan)
     for name, style in styles.items():
         _check_kind(name, modules[name], style)
         _check_sizes(name, modules, style, size)
-    experts = [pattern for pattern, style in plan.items() if style == EXPERT]
-    experts += [f"{name}.router" for name, style in styles.items() if style == ROUTED]
-    patterns = [*experts, *(f"{pattern}.*" for pattern in experts)]
+    # What the experts' own styles see to, with all that is inside.
+    apart = [name for name, style in styles.items() if style == EXPERT]
+    apart += [f"{name}.router" for name, style in styles.items() if style == ROUTED]
     unnamed = [
         name
         for name, module in modules.items()
         if name not in styles
         and next(module.parameters(recurse=False), None) is not None
-        and not any(fnmatchcase(name, pattern) for pattern in patterns)
+        and not any(f"{name}.".startswith(f"{outer}.") for outer in apart)
     ]
     if unnamed and "sequence" in styles.values():
         raise ValueError(
@@ -109,6 +87,39 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
         )
     styles |= dict.fromkeys(unnamed, "replicate")
     return {name: styles[name] for name in modules if styles.get(name, EXPERT) != EXPERT}
+
+
+def match_plan(model: nn.Module, plan: Plan) -> dict[str, Style]:
+    """Find the modules that a plan names; of several patterns the last counts.
+
+    Args:
+        model: The whole model.
+        plan: See ``apply_plan``.
+
+    Returns:
+        Styles by module name; a module that has several names is known by the first of them.
+
+    Raises:
+        ValueError: If a pattern matches nothing, or a style is unknown.
+    """
+    names = dict(model.named_modules(remove_duplicate=False))
+    first = {module: name for name, module in model.named_modules()}
+    styles: dict[str, Style] = {}
+    for pattern, style in plan.items():
+        if style not in (*STYLES, EXPERT) and not isinstance(style, ParallelStyle):
+            raise ValueError(
+                f"the plan gives {pattern!r} the style {style!r}; it is one of "
+                f"{', '.join(map(repr, (*STYLES, EXPERT)))}, or a ParallelStyle of torch."
+            )
+        matched = [first[module] for name, module in names.items() if fnmatchcase(name, pattern)]
+        if not matched:
+            nearest = difflib.get_close_matches(pattern, filter(None, names), n=3, cutoff=0.0)
+            raise ValueError(
+                f"the plan's pattern {pattern!r} matches no module; the nearest names are "
+                f"{', '.join(map(repr, nearest))}."
+            )
+        styles |= dict.fromkeys(matched, style)
+    return styles
 
 
 def model_plan(model: nn.Module, size: int) -> Plan | None:
@@ -157,87 +168,8 @@ def model_plan(model: nn.Module, size: int) -> Plan | None:
     return styles
 
 
-class Kind(NamedTuple):
-    """What a style is for.
-
-    Attributes:
-        of: The modules, in words.
-        fits: Whether a module is one.
-        sharded: Of a module, the parameters that ranks share, and the dimension of each.
-    """
-
-    of: str
-    fits: Callable[[Any], bool]
-    sharded: Callable[[Any], Mapping[str, int | None]] = lambda _: {}
-
-
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
-
-
-def _is_plain(module: nn.Module) -> bool:
-    if not isinstance(module, nn.Embedding):
-        return False
-    return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
-
-
-def _is_norm(module: nn.Module) -> bool:
-    """Whether it works on each position by itself, as far as its parameters show."""
-    is_leaf = next(module.children(), None) is None
-    return is_leaf and all(p.ndim == 1 for p in module.parameters())
-
-
-def _is_routed(module: Any) -> bool:
-    """A parameter whose width is not said would be whole beside parts, unsummed."""
-    if not hasattr(module, "reduce") or not hasattr(getattr(module, "experts", None), "widths"):
-        return False
-    return all(n in module.experts.widths for n in module.experts._parameters)
-
-
-def _are_grouped(module: Any) -> bool:
-    has_experts = hasattr(module, "is_transposed")  # as those of transformers do
-    return has_experts and all(len(p) == module.num_experts for p in module.parameters())
-
-
-def _first_dims(module: nn.Module) -> dict[str, int]:
-    return {name: 0 for name, _ in module.named_parameters(recurse=False)}
-
-
-KINDS: Mapping[str, Kind] = MappingProxyType(
-    {
-        "colwise": Kind("nn.Linear", _is_linear, lambda _: {"weight": 0}),
-        "rowwise": Kind("nn.Linear", _is_linear, lambda _: {"weight": 1}),
-        "embedding": Kind(
-            "an nn.Embedding without max_norm, sparse and scale_grad_by_freq",
-            _is_plain,
-            lambda _: {"weight": 0},
-        ),
-        "sequence": Kind(
-            "norms and nn.Dropout", lambda m: isinstance(m, nn.Dropout) or _is_norm(m)
-        ),
-        "heads": Kind("norms of a head's channels and activations with one weight", _is_norm),
-        "channels": Kind(
-            "modules of parameters [channels ...] that are no norms",
-            lambda m: bool(m._parameters) and "Norm" not in type(m).__name__,
-            _first_dims,
-        ),
-        "replicate": Kind("any module", lambda _: True),
-        ROUTED: Kind(
-            "layers with a router, a `reduce` socket, and experts that say all of their widths",
-            _is_routed,
-            lambda m: {f"experts.{leaf}": dim for leaf, dim in m.experts.widths.items()},
-        ),
-        GROUPED: Kind(
-            "experts of transformers 5, whose parameters are [experts ...]",
-            _are_grouped,
-            _first_dims,
-        ),
-    }
-)
-
-
 def _check_kind(name: str, module: nn.Module, style: Style) -> None:
-    kind = KINDS.get(style) if isinstance(style, str) else None
+    kind = STYLES.get(style) if isinstance(style, str) else None
     if kind is not None and not kind.fits(module):
         is_leaf = next(module.children(), None) is None
         raise ValueError(
@@ -259,7 +191,7 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
 
 def _check_sizes(name: str, modules: Mapping[str, nn.Module], style: Style, size: int) -> None:
     module, parent = modules[name], modules.get(name.rpartition(".")[0])
-    kind = KINDS.get(style) if isinstance(style, str) else None
+    kind = STYLES.get(style) if isinstance(style, str) else None
     for leaf, dim in kind.sharded(module).items() if kind is not None else ():
         if dim is None:
             continue

@@ -8,9 +8,10 @@ same everywhere, its own rows or columns, or parts of a sum.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,100 +34,75 @@ EVERYWHERE = Replicate()
 """What all ranks have alike."""
 
 
-def apply_alike(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let every rank compute the same, in place: plain activations in and out.
+class Region(NamedTuple):
+    """Where a plan is applied.
 
-    Args:
-        module: Any module; its own parameters become replicated DTensors, not its children's.
+    Attributes:
         mesh: The ranks, a mesh of one dimension.
+        stream: What ranks hold of the residual stream: ``POSITIONS`` or ``EVERYWHERE``.
+        logits: Projections whose output is a DTensor, for what stands after them in the model.
     """
-    _distribute(module, mesh, Replicate())
+
+    mesh: DeviceMesh
+    stream: Placement
+    logits: Collection[nn.Module]
+
+
+class StyleRecord(NamedTuple):
+    """A style.
+
+    Attributes:
+        of: The modules that it is for, in words.
+        fits: Whether a module is one.
+        apply: Applies it to a module, in place.
+        sharded: Of a module, the parameters that ranks share, and the dimension of each.
+    """
+
+    of: str
+    fits: Callable[[Any], bool]
+    apply: Callable[[Any, Region], None]
+    sharded: Callable[[Any], Mapping[str, int | None]] = lambda _: {}
+
+
+def _apply_alike(module: nn.Module, region: Region) -> None:
+    """Let every rank compute the same: plain activations in and out."""
+    _distribute(module, region, EVERYWHERE)
     # It takes its child's weight itself instead of calling the child.
     readers = [module, *(module.children() if isinstance(module, nn.MultiheadAttention) else ())]
     wrap_forward(module, partial(_alike, readers))
 
 
-def apply_colwise(module: nn.Linear, mesh: DeviceMesh, *, is_logits: bool) -> None:
-    """Shard a projection by its outputs, in place: all channels in, this rank's out.
-
-    Args:
-        module: A projection of ``d`` to ``e`` channels.
-        mesh: The ranks, a mesh of one dimension whose size divides ``e``.
-        is_logits: Whether the output is a DTensor, for what stands after it in the model.
-    """
-    _distribute(module, mesh, Shard(0))
-    wrap_forward(module, partial(_project_out, module, mesh, is_logits))
+def _apply_colwise(module: nn.Linear, region: Region) -> None:
+    """Shard a projection by its outputs: all channels in, this rank's out."""
+    _distribute(module, region, Shard(0))
+    wrap_forward(module, partial(_project_out, module, region))
 
 
-def apply_rowwise(module: nn.Linear, mesh: DeviceMesh, output: Placement) -> None:
-    """Shard a projection by its inputs, in place: this rank's channels in, sums over ranks out.
-
-    Args:
-        module: A projection of ``d`` to ``e`` channels.
-        mesh: The ranks, a mesh of one dimension whose size divides ``d``.
-        output: ``POSITIONS`` for this rank's ``[b s/tp e]``, or ``EVERYWHERE`` for all of them.
-    """
+def _apply_rowwise(module: nn.Linear, region: Region) -> None:
+    """Shard a projection by its inputs: this rank's channels in, sums over ranks out."""
     bias = module.bias
     # A bias is added once, to the sum: it stays whole, or each rank would add it.
     module.bias = None  # pyright: ignore[reportAttributeAccessIssue]
-    _distribute(module, mesh, Shard(1))
-    module.bias = _shard(bias, mesh, Replicate()) if bias is not None else bias
+    _distribute(module, region, Shard(1))
+    module.bias = _shard(bias, region, EVERYWHERE) if bias is not None else bias
     if isinstance(module, LoraLinear):
-        module.add_up, module.drop = partial(_sum_parts, mesh), partial(_drop_channels, mesh)
-    wrap_forward(module, partial(_project_in, module, mesh, output))
+        module.add_up = partial(_sum_parts, region.mesh)
+        module.drop = partial(_drop_channels, region)
+    wrap_forward(module, partial(_project_in, module, region))
 
 
-def apply_part(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Let a module work on this rank's channels or heads, in place; it treats each by itself.
+def _apply_embedding(module: nn.Embedding, region: Region) -> None:
+    """Shard an embedding by vocabulary rows.
 
-    Args:
-        module: A norm of a head, an activation with one weight, a factor for each channel.
-        mesh: The ranks, a mesh of one dimension.
-        placement: Of its own parameters: ``Shard(0)``, like the channels or heads that they
-            multiply, or ``EVERYWHERE``, with the sum of the ranks' gradients.
+    Not ``RowwiseParallel``: its backward builds the gradient of all rows on every rank, and it
+    looks for ``padding_idx`` among this rank's rows.
     """
-    _distribute(module, mesh, placement)
-    wrap_forward(module, partial(with_local_parameters, [module], None))
+    _distribute(module, region, Shard(0))
+    wrap_forward(module, partial(_embed, module, region))
 
 
-def apply_routed(module: Any, mesh: DeviceMesh, output: Placement) -> None:
-    """Let each rank compute a part of every expert's sum, in place; routers see all positions.
-
-    So counts, capacity and terms are those of one process, on each rank. Those of the first rank
-    are counted and enter gradients, which are summed over the ranks.
-
-    Args:
-        module: A layer with a ``router``, ``experts`` with ``widths``, and a ``reduce`` socket.
-        mesh: The ranks, a mesh of one dimension.
-        output: ``POSITIONS`` for this rank's ``[b s/tp d]``, or ``EVERYWHERE`` for all of them.
-    """
-    # All ranks route alike, and each gives a part of the gradient: that of its widths.
-    router, experts = module.router, module.experts
-    _distribute(router, mesh, Replicate())
-    wrap_forward(router, partial(_choose_alike, router, mesh))
-    for leaf, dim in experts.widths.items():
-        placed = Replicate() if dim is None else Shard(dim)
-        experts.register_parameter(leaf, _shard(experts.get_parameter(leaf), mesh, placed))
-    wrap_forward(experts, partial(with_local_parameters, [experts], None))
-    module.reduce = partial(_add_up, mesh, output)
-
-
-def apply_grouped(module: Any, mesh: DeviceMesh) -> None:
-    """Let each rank compute some experts of a module of transformers, in place; sums out.
-
-    While it computes, the module counts this rank's experts, and passes over pairs beyond them.
-
-    Args:
-        module: Experts ``[e ...]``, called with ``[n d]`` tokens, and ``[n k]`` numbers of experts
-            and their weights.
-        mesh: The ranks, a mesh of one dimension whose size divides ``e``.
-    """
-    _distribute(module, mesh, Shard(0))
-    wrap_forward(module, partial(_compute_some, module, mesh))
-
-
-def apply_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Let a norm, or dropout, work on this rank's positions, in place.
+def _apply_sequence(module: nn.Module, region: Region) -> None:
+    """Let a norm, or dropout, work on this rank's positions.
 
     A norm returns those of all ranks: what follows (queries, keys and values) shares the one
     gathered DTensor, and in backward the one reduce-scatter of their summed gradients. For dropout
@@ -134,25 +110,45 @@ def apply_sequence(module: nn.Module, mesh: DeviceMesh) -> None:
     slice's size would repeat over the slices.
     """
     if isinstance(module, nn.Dropout):
-        wrap_forward(module, partial(_drop, module, mesh))
+        wrap_forward(module, partial(_drop, module, region))
         return
-    _distribute(module, mesh, Replicate())
-    wrap_forward(module, partial(_gathered, module, mesh))
+    _distribute(module, region, EVERYWHERE)
+    wrap_forward(module, partial(_gathered, module, region))
 
 
-def apply_embedding(module: nn.Embedding, mesh: DeviceMesh, output: Placement) -> None:
-    """Shard an embedding by vocabulary rows, in place.
+def _apply_part(placement: Placement, module: nn.Module, region: Region) -> None:
+    """Let a module work on this rank's channels or heads; it treats each by itself.
 
-    Not ``RowwiseParallel``: its backward builds the gradient of all rows on every rank, and it
-    looks for ``padding_idx`` among this rank's rows.
-
-    Args:
-        module: An embedding ``[v d]``.
-        mesh: The ranks, a mesh of one dimension whose size divides ``v``.
-        output: ``POSITIONS`` for this rank's ``[b s/tp d]``, or ``EVERYWHERE`` for all of them.
+    Its parameters are sharded like what they multiply, or whole with the sum of ranks' gradients.
     """
-    _distribute(module, mesh, Shard(0))
-    wrap_forward(module, partial(_embed, module, mesh, output))
+    _distribute(module, region, placement)
+    wrap_forward(module, partial(with_local_parameters, [module], None))
+
+
+def _apply_routed(module: Any, region: Region) -> None:
+    """Let each rank compute a part of every expert's sum; routers see all positions.
+
+    So counts, capacity and terms are those of one process, on each rank. Those of the first rank
+    are counted and enter gradients, which are summed over the ranks.
+    """
+    # All ranks route alike, and each gives a part of the gradient: that of its widths.
+    router, experts = module.router, module.experts
+    _distribute(router, region, EVERYWHERE)
+    wrap_forward(router, partial(_choose_alike, router, region))
+    for leaf, dim in experts.widths.items():
+        placed = EVERYWHERE if dim is None else Shard(dim)
+        experts.register_parameter(leaf, _shard(experts.get_parameter(leaf), region, placed))
+    wrap_forward(experts, partial(with_local_parameters, [experts], None))
+    module.reduce = partial(_add_up, region)
+
+
+def _apply_grouped(module: Any, region: Region) -> None:
+    """Let each rank compute some experts of a module of transformers; sums out.
+
+    While it computes, the module counts this rank's experts, and passes over pairs beyond them.
+    """
+    _distribute(module, region, Shard(0))
+    wrap_forward(module, partial(_compute_some, module, region))
 
 
 def take_whole(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -170,11 +166,11 @@ def take_whole(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return x.to_local(grad_placements=(Partial(),))
 
 
-def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+def _distribute(module: nn.Module, region: Region, placement: Placement) -> None:
     """Make DTensors of a module's own parameters; ranks keep their part and send nothing."""
     for name, parameter in list(module.named_parameters(recurse=False)):
-        placed = Replicate() if _is_whole(name, placement) else placement
-        module.register_parameter(name, _shard(parameter, mesh, placed))
+        placed = EVERYWHERE if _is_whole(name, placement) else placement
+        module.register_parameter(name, _shard(parameter, region, placed))
 
 
 def _is_whole(leaf: str, placement: Placement) -> bool:
@@ -187,8 +183,8 @@ def _gradient(placement: Placement, leaf: str) -> Placement:
     return Partial() if _is_whole(leaf, placement) else placement
 
 
-def _shard(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    sharded = distribute(parameter, mesh, [placement], src_data_rank=None)
+def _shard(parameter: nn.Parameter, region: Region, placement: Placement) -> nn.Parameter:
+    sharded = distribute(parameter, region.mesh, [placement], src_data_rank=None)
     return nn.Parameter(sharded, parameter.requires_grad)
 
 
@@ -197,19 +193,15 @@ def _alike(modules: list[nn.Module], forward: Forward, *args: Any, **kwargs: Any
     return with_local_parameters(modules, Replicate(), forward, *map(full, args), **kwargs)
 
 
-def _project_out(
-    module: nn.Linear, mesh: DeviceMesh, is_logits: bool, forward: Forward, x: Tensor
-) -> Tensor:
+def _project_out(module: nn.Linear, region: Region, forward: Forward, x: Tensor) -> Tensor:
     """``[... d]`` -> ``[... e/tp]``."""
     # All ranks see the same input, and each gives the part of its gradient that its rows find.
     gradient = partial(_gradient, Shard(0))
-    out = with_local_parameters([module], gradient, forward, take_whole(x, mesh))
-    return DTensor.from_local(out, mesh, (Shard(-1),), run_check=False) if is_logits else out
+    out = with_local_parameters([module], gradient, forward, take_whole(x, region.mesh))
+    return _shards(out, region, Shard(-1)) if module in region.logits else out
 
 
-def _project_in(
-    module: nn.Linear, mesh: DeviceMesh, output: Placement, forward: Forward, x: Tensor
-) -> Tensor:
+def _project_in(module: nn.Linear, region: Region, forward: Forward, x: Tensor) -> Tensor:
     """``[b s d/tp]`` -> ``[b s e]``, or this rank's positions of it."""
     if isinstance(x, DTensor):
         x = x.redistribute(placements=(Shard(-1),)).to_local()
@@ -219,16 +211,16 @@ def _project_in(
         out = with_local_parameters([module], partial(_gradient, Shard(1)), forward, x)
     finally:
         module._parameters = sharded
-    out = _sum_parts(mesh, out, output)
-    bias = to_local(bias, Partial() if output == POSITIONS else Replicate())
+    out = _sum_parts(region.mesh, out, region.stream)
+    bias = to_local(bias, Partial() if region.stream == POSITIONS else EVERYWHERE)
     return out if bias is None else out + bias
 
 
 def _choose_alike(
-    module: nn.Module, mesh: DeviceMesh, forward: Forward, x: Tensor, routing: Any
+    module: nn.Module, region: Region, forward: Forward, x: Tensor, routing: Any
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     weights, choice, term = with_local_parameters([module], Partial(), forward, x, routing)
-    if mesh.get_local_rank() == 0:
+    if region.mesh.get_local_rank() == 0:
         return weights, choice, term
     notes = routing.notes.get(module.layer, {})
     # The range of the bias stays: it is divided by the number of calls on all ranks.
@@ -237,11 +229,12 @@ def _choose_alike(
 
 
 def _compute_some(
-    module: Any, mesh: DeviceMesh, forward: Forward, x: Tensor, expert_ids: Tensor, weights: Tensor
+    module: Any, region: Region, forward: Forward, x: Tensor, expert_ids: Tensor, weights: Tensor
 ) -> Tensor:
     """``[n d]`` -> ``[n d]``; another rank's experts have the number ``count``, and weight 0."""
     # Experts of transformers skip the number `num_experts` if they are told to be parallel.
     before = module.num_experts, module._is_expert_parallel
+    mesh = region.mesh
     count = module.num_experts // mesh.size()
     expert_ids = full(expert_ids) - mesh.get_local_rank() * count
     is_here = (expert_ids >= 0) & (expert_ids < count)
@@ -256,36 +249,40 @@ def _compute_some(
     return _sum_parts(mesh, parts)
 
 
-def _add_up(mesh: DeviceMesh, output: Placement, compute: Forward, x: Tensor) -> Tensor:
+def _add_up(region: Region, compute: Forward, x: Tensor) -> Tensor:
     """``[b s d]`` -> ``[b s d]``, or this rank's positions of it."""
-    return _sum_parts(mesh, compute(take_whole(x, mesh)), output)
+    return _sum_parts(region.mesh, compute(take_whole(x, region.mesh)), region.stream)
 
 
-def _gathered(module: nn.Module, mesh: DeviceMesh, forward: Forward, x: Tensor) -> DTensor:
+def _gathered(module: nn.Module, region: Region, forward: Forward, x: Tensor) -> DTensor:
     """``[b s/tp d]`` -> ``[b s d]``."""
     out = with_local_parameters([module], Partial(), forward, x)
     # One DTensor for all that follows: its gradients are summed before they are scattered.
-    shards = DTensor.from_local(out, mesh, (POSITIONS,), run_check=False)
-    return shards.redistribute(placements=(Replicate(),))
+    return _shards(out, region, POSITIONS).redistribute(placements=(Replicate(),))
 
 
-def _drop(module: nn.Dropout, mesh: DeviceMesh, forward: Forward, x: Tensor) -> Tensor:
+def _drop(module: nn.Dropout, region: Region, forward: Forward, x: Tensor) -> Tensor:
     """``[b s/tp d]`` -> ``[b s/tp d]``."""
     if not module.training or module.p == 0:
         return x
-    return x * _mask_here(mesh, x, forward)
+    return x * _mask_here(region, x, forward)
 
 
-def _drop_channels(mesh: DeviceMesh, x: Tensor, p: float) -> Tensor:
+def _drop_channels(region: Region, x: Tensor, p: float) -> Tensor:
     """``[n d/tp]`` -> the same."""
-    return x * _mask_here(mesh, x, partial(F.dropout, p=p))
+    return x * _mask_here(region, x, partial(F.dropout, p=p))
 
 
-def _mask_here(mesh: DeviceMesh, x: Tensor, drop: Callable[[Tensor], Tensor]) -> Tensor:
+def _mask_here(region: Region, x: Tensor, drop: Callable[[Tensor], Tensor]) -> Tensor:
     """Draw the whole mask, from the generator that tp ranks share, and take this rank's slice."""
-    whole = x.new_ones(x.shape[0], x.shape[1] * mesh.size(), *x.shape[2:])
+    ranks, rank = region.mesh.size(), region.mesh.get_local_rank()
+    whole = x.new_ones(x.shape[0], x.shape[1] * ranks, *x.shape[2:])
     # A copy, so that backward does not keep the whole mask.
-    return drop(whole).chunk(mesh.size(), 1)[mesh.get_local_rank()].clone()
+    return drop(whole).chunk(ranks, 1)[rank].clone()
+
+
+def _shards(local: Tensor, region: Region, placement: Placement) -> DTensor:
+    return DTensor.from_local(local, region.mesh, (placement,), run_check=False)
 
 
 def _sum_parts(mesh: DeviceMesh, parts: Tensor, output: Placement = EVERYWHERE) -> Tensor:
@@ -294,10 +291,9 @@ def _sum_parts(mesh: DeviceMesh, parts: Tensor, output: Placement = EVERYWHERE) 
     return sums.redistribute(placements=(output,)).to_local()
 
 
-def _embed(
-    module: nn.Embedding, mesh: DeviceMesh, output: Placement, forward: Forward, ids: Tensor
-) -> Tensor:
+def _embed(module: nn.Embedding, region: Region, forward: Forward, ids: Tensor) -> Tensor:
     """``[b s]`` -> ``[b s d]``, or this rank's positions of it."""
+    mesh, output = region.mesh, region.stream
     if output == POSITIONS and ids.shape[1] % mesh.size():  # else a gather would hang
         raise ValueError(
             f"input_ids has {ids.shape[1]} positions, which tp {mesh.size()} must divide; "
@@ -319,3 +315,78 @@ def _embed(
         module.padding_idx = padding
     # `where`, not a product: weights may be infinite.
     return _sum_parts(mesh, torch.where(is_here[..., None], x, 0.0), output)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """Whether it works on each position by itself, as far as its parameters show."""
+    is_leaf = next(module.children(), None) is None
+    return is_leaf and all(p.ndim == 1 for p in module.parameters())
+
+
+def _is_plain(module: nn.Module) -> bool:
+    odd = ("max_norm", "sparse", "scale_grad_by_freq")
+    return isinstance(module, nn.Embedding) and not any(getattr(module, name) for name in odd)
+
+
+def _has_positions_alone(module: nn.Module) -> bool:
+    return isinstance(module, nn.Dropout) or _is_norm(module)
+
+
+def _is_factor(module: nn.Module) -> bool:
+    return bool(module._parameters) and "Norm" not in type(module).__name__
+
+
+def _is_routed(module: Any) -> bool:
+    """A parameter whose width is not said would be whole beside parts, unsummed."""
+    if not hasattr(module, "reduce") or not hasattr(getattr(module, "experts", None), "widths"):
+        return False
+    return all(n in module.experts.widths for n in module.experts._parameters)
+
+
+def _are_grouped(module: Any) -> bool:
+    has_experts = hasattr(module, "is_transposed")  # as those of transformers do
+    return has_experts and all(len(p) == module.num_experts for p in module.parameters())
+
+
+def _weight_rows(_module: nn.Module) -> dict[str, int]:
+    return {"weight": 0}
+
+
+def _rows(module: nn.Module) -> dict[str, int]:
+    return {name: 0 for name, _ in module.named_parameters(recurse=False)}
+
+
+def _widths(module: Any) -> dict[str, int | None]:
+    return {f"experts.{leaf}": dim for leaf, dim in module.experts.widths.items()}
+
+
+# What styles are for, as an error says it.
+PLAIN_EMBEDDINGS = "an nn.Embedding without max_norm, sparse and scale_grad_by_freq"
+PARTS = "norms of a head's channels and activations with one weight"
+FACTORS = "modules of parameters [channels ...] that are no norms"
+LAYERS = "layers with a router, a `reduce` socket, and experts that say all of their widths"
+EXPERTS = "experts of transformers 5, whose parameters are [experts ...]"
+
+ROUTED = "routed"
+"""The style of a layer with a router, experts and shared experts."""
+
+GROUPED = "grouped"
+"""The style of experts of transformers, ``[e ...]``: each rank has some of them."""
+
+STYLES: Mapping[str, StyleRecord] = MappingProxyType(
+    {
+        "colwise": StyleRecord("nn.Linear", _is_linear, _apply_colwise, _weight_rows),
+        "rowwise": StyleRecord("nn.Linear", _is_linear, _apply_rowwise, lambda _: {"weight": 1}),
+        "embedding": StyleRecord(PLAIN_EMBEDDINGS, _is_plain, _apply_embedding, _weight_rows),
+        "sequence": StyleRecord("norms and nn.Dropout", _has_positions_alone, _apply_sequence),
+        "heads": StyleRecord(PARTS, _is_norm, partial(_apply_part, EVERYWHERE)),
+        "channels": StyleRecord(FACTORS, _is_factor, partial(_apply_part, Shard(0)), _rows),
+        "replicate": StyleRecord("any module", lambda _: True, _apply_alike),
+        ROUTED: StyleRecord(LAYERS, _is_routed, _apply_routed, _widths),
+        GROUPED: StyleRecord(EXPERTS, _are_grouped, _apply_grouped, _rows),
+    }
+)

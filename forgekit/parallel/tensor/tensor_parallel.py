@@ -29,30 +29,18 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import copy
-from functools import partial
 from types import MethodType
 from typing import Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from forgekit.parallel.tensor.plan import GROUPED, ROUTED, Style
-from forgekit.parallel.tensor.styles import (
-    EVERYWHERE,
-    POSITIONS,
-    apply_alike,
-    apply_colwise,
-    apply_embedding,
-    apply_grouped,
-    apply_part,
-    apply_routed,
-    apply_rowwise,
-    apply_sequence,
-)
+from forgekit.parallel.tensor.plan import Style
+from forgekit.parallel.tensor.styles import EVERYWHERE, POSITIONS, STYLES, Region
 
 
 def apply_plan(
@@ -90,19 +78,8 @@ def apply_plan(
         return {}
     modules = dict(model.named_modules()) if modules is None else modules
     present = set(model.modules())
-    output = POSITIONS if "sequence" in styles.values() else EVERYWHERE
-    logits = {modules[name] for name in _logit_modules(styles)}
-    apply: dict[str, Callable[[Any, DeviceMesh], None]] = {
-        "colwise": lambda module, mesh: apply_colwise(module, mesh, is_logits=module in logits),
-        "rowwise": partial(apply_rowwise, output=output),
-        "embedding": partial(apply_embedding, output=output),
-        "sequence": apply_sequence,
-        "heads": partial(apply_part, placement=EVERYWHERE),
-        "channels": partial(apply_part, placement=Shard(0)),
-        ROUTED: partial(apply_routed, output=output),
-        GROUPED: apply_grouped,
-        "replicate": apply_alike,
-    }
+    stream = POSITIONS if "sequence" in styles.values() else EVERYWHERE
+    region = Region(mesh, stream, {modules[name] for name in _logit_modules(styles)})
     shared = shared_parameters(model)
     before = {module: _attributes(module) for module in present}
     # Children first: what torch's styles do to a whole module leaves out what is sharded already.
@@ -113,9 +90,9 @@ def apply_plan(
         if isinstance(style, ParallelStyle):
             parallelize_module(module, mesh, style, src_data_rank=None)
             if any(not isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-                apply_alike(module, mesh)
+                STYLES["replicate"].apply(module, region)
         else:
-            apply[style](module, mesh)
+            STYLES[style].apply(module, region)
     # Each module has made a DTensor of its own from what was one parameter.
     for names in shared:
         share_again(model, names)

@@ -42,8 +42,7 @@ from forgekit.parallel.agreement import raise_together
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.parallel.layout import full
-from forgekit.parallel.tensor.plan import ROUTED
-from forgekit.parallel.tensor.styles import take_whole
+from forgekit.parallel.tensor.styles import ROUTED, take_whole
 from forgekit.state import Layout, TrainState
 from forgekit.steps.audit.positions import beside_the_step, first_rows
 from forgekit.steps.micro_batch import LossFn, compute_loss, take_part
