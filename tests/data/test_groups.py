@@ -62,16 +62,14 @@ def test_drop_leaves_out_and_error_refuses_before_anything_is_trained():
         numbers_of(next(stream))
 
 
-def test_a_stream_with_a_length_is_pulled_only_by_use():
+def test_a_stream_is_pulled_only_by_use():
+    """One without a length is looked ahead by one micro-batch at the start of a group."""
     stream = Watched(5)
     grouped = groups(stream, 3)
     group = next(grouped)
     assert (len(group), stream.pulled) == (3, 0)
     assert [stream.pulled for _ in group] == [1, 2, 3]
     assert (len(next(grouped)), stream.pulled) == (3, 3)
-
-
-def test_a_stream_without_a_length_is_looked_ahead_by_one_at_the_start_of_a_group():
     stream = Watched(5)
     grouped = groups(iter(stream), 2)
     for start in (0, 2, 4):

@@ -21,7 +21,7 @@ WEIGHTS = st.one_of(st.integers(1, 9), st.floats(0.05, 20))
 
 
 @given(n=RANGES, key=st.integers(-(2**63), 2**64))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_index_is_taken_once(n, key):
     assert sorted(permute(np.arange(n), n, key)) == list(range(n))
 
@@ -98,7 +98,7 @@ def walks(order, start, count):
 
 
 @given(order=orders())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_each_source_is_walked_epoch_by_epoch_across_all_phases(order):
     for walk, size in zip(walks(order, 0, 8000), order.sizes, strict=True):
         epochs = [tuple(walk[at : at + size]) for at in range(0, len(walk), size)]
@@ -115,7 +115,7 @@ def test_each_source_is_walked_epoch_by_epoch_across_all_phases(order):
     start=st.one_of(st.integers(0, 9000), st.integers(0, FAR)),
     count=st.integers(0, 3000),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_what_is_taken_can_be_counted(order, start, count):
     sources, _ = order.span(start, count)
     counts = np.bincount(sources, minlength=len(order.sources))
@@ -126,7 +126,7 @@ def test_what_is_taken_can_be_counted(order, start, count):
 
 
 @given(order=orders(), start=st.integers(0, FAR), data=st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_a_span_is_its_samples_one_by_one_and_any_span_in_it(order, start, data):
     count = data.draw(st.integers(1, 2500))
     sources, rows = order.span(start, count)

@@ -248,11 +248,11 @@ def test_the_cache_is_bounded_and_rows_do_not_depend_on_it(folder, url, cache, m
     assert len(sizes) > 12  # there are no more shards, so some came again
 
 
-@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: bytes([b[0] ^ 1]) + b[1:]])
-def test_a_damaged_block_of_the_cache_is_fetched_again(folder, url, cache, damage):
+def test_a_damaged_block_of_the_cache_is_fetched_again(folder, url, cache):
     batches(windows(url))
-    for block in cache.iterdir():
-        block.write_bytes(damage(block.read_bytes()))
+    for number, block in enumerate(cache.iterdir()):
+        content = block.read_bytes()
+        block.write_bytes(content[:-1] if number % 2 else bytes([content[0] ^ 1]) + content[1:])
     assert_same(batches(windows(url)), batches(windows(folder)))
 
 
@@ -282,11 +282,10 @@ def test_a_flipped_bit_a_replaced_object_and_an_incomplete_upload_are_refused(bu
             call("s3://bucket/x")
 
 
-@pytest.mark.parametrize(("fault", "workers"), [("503", 0), ("drop", 2)])
-def test_an_outage_delays_the_rows_and_changes_none(folder, url, bucket, fault, workers):
-    with fk.make_loader(windows(url), 4, seed=1, workers=workers) as loader:
+def test_an_outage_delays_the_rows_and_changes_none(folder, url, bucket):
+    with fk.make_loader(windows(url), 4, seed=1, workers=2) as loader:
         read = [next(iter(loader)).clone()]
-        bucket.fault = lambda method, path: fault
+        bucket.fault = lambda method, path: "503"
         threading.Timer(0.4, bucket.heal).start()
         read += [batch.clone() for batch, _ in zip(loader, range(11), strict=False)]
         assert_same(read, batches(windows(folder)))

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -123,7 +122,7 @@ def test_parquet_gives_a_document_per_row_whatever_its_groups(tmp_path, row_grou
     assert following == texts[556:]
 
 
-def test_parquet_that_holds_no_text_is_refused_by_file_and_row(tmp_path, monkeypatch):
+def test_parquet_that_holds_no_text_is_refused_by_file_and_row(tmp_path):
     file = tmp_path / "a.parquet"
     write_parquet(file, ["a", None])
     for options, message in (
@@ -138,9 +137,6 @@ def test_parquet_that_holds_no_text_is_refused_by_file_and_row(tmp_path, monkeyp
     content[-1500:-1400] = bytes(100)
     file.write_bytes(content)
     with pytest.raises(ValueError, match=r"a.parquet cannot be read: .* Write it again"):
-        list(text_documents(file))
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ImportError, match=r'pyarrow is not installed. .* "forgekit\[hf\]"'):
         list(text_documents(file))
 
 

@@ -45,11 +45,10 @@ def test_what_cannot_be_a_tokenizer_is_refused(tmp_path):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("sign", ["a", "7", " ", "-"])
-def test_training_on_text_without_white_space_is_not_quadratic(sign):
+def test_training_on_text_without_white_space_is_not_quadratic():
     """Of 300,000 characters in one word it took minutes."""
-    tokenizer = train_tokenizer([sign * 300_000, "to be"], vocab_size=280)
-    assert tokenizer.decode(tokenizer.encode(sign * 9).ids) == sign * 9
+    tokenizer = train_tokenizer(["a" * 300_000, "to be"], vocab_size=280)
+    assert tokenizer.decode(tokenizer.encode("a" * 9).ids) == "a" * 9
 
 
 @pytest.mark.parametrize("text", ["x" * 1023 + " " + "y" * 1023, "語、" * 3000, "\n \t" * 300])
