@@ -178,8 +178,8 @@ def clear_leftovers(folder: Path, names: str, *, but: Path | None = None) -> Non
         but: One that stays.
     """
     hidden = re.compile(rf"\.({names})\.[0-9a-f]{{12}}\.(new|old)")
-    left = {path: match[1] for path in folder.iterdir() if (match := hidden.fullmatch(path.name))}
-    left.pop(but, None)
+    paths = [path for path in folder.iterdir() if path != but]
+    left = {path: match[1] for path in paths if (match := hidden.fullmatch(path.name))}
     alive = [path for path in left if is_locked(path.with_suffix(".new"))]
     for name in set(left.values()) - {left[path] for path in alive}:
         # Else its writer may be between its two renames.
