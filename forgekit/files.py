@@ -66,7 +66,7 @@ def atomic_directory(
         raise FileExistsError(
             f"another process is writing {path}. Wait until it is done, or stop it."
         )
-    _clear_leftovers(path, but=new)
+    clear_leftovers(path.parent, re.escape(path.name), but=new)
     new.mkdir(exist_ok=key is not None)
     with locked(new):
         is_done = False
@@ -167,6 +167,25 @@ def restore_replaced(path: Path) -> Path:
                 with contextlib.suppress(OSError):  # another rank was faster
                     old.rename(final)
     return path
+
+
+def clear_leftovers(folder: Path, names: str, *, but: Path | None = None) -> None:
+    """Delete what killed writers left in a folder, after restoring directories they had renamed.
+
+    Args:
+        folder: The folder.
+        names: Of the directories that they were writing; a regular expression.
+        but: One that stays.
+    """
+    hidden = re.compile(rf"\.({names})\.[0-9a-f]{{12}}\.(new|old)")
+    paths = [path for path in folder.iterdir() if path != but]
+    left = {path: match[1] for path in paths if (match := hidden.fullmatch(path.name))}
+    alive = [path for path in left if is_locked(path.with_suffix(".new"))]
+    for name in set(left.values()) - {left[path] for path in alive}:
+        # Else its writer may be between its two renames.
+        restore_replaced(folder / name)
+    for path in left.keys() - set(alive):
+        shutil.rmtree(path, ignore_errors=True)  # not what a link points to
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -283,17 +302,6 @@ def _write_all(file: FileIO, start: int, content: bytes) -> None:
     while left:
         left = left[file.write(left) :]
     file.truncate()
-
-
-def _clear_leftovers(path: Path, *, but: Path) -> None:
-    """Delete what killed writers of ``path`` left, after restoring a directory one had renamed."""
-    name = re.compile(re.escape(f".{path.name}.") + r"[0-9a-f]{12}\.(new|old)")
-    left = [p for p in path.parent.iterdir() if name.fullmatch(p.name) and p != but]
-    if any(is_locked(p) for p in left):
-        return  # another writer may be between its two renames
-    restore_replaced(path)
-    for leftover in left:
-        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _check_replaceable(path: Path, is_replaceable: Callable[[Path], bool]) -> None:

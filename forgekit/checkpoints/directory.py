@@ -44,6 +44,7 @@ import attrs
 from forgekit.checks import check_integers, parse_json
 from forgekit.files import (
     atomic_directory,
+    clear_leftovers,
     is_locked,
     locked,
     make_folder,
@@ -62,8 +63,6 @@ SHOWN = 20
 CHUNK_BYTES = 4 << 20
 
 _STEP = re.compile(r"step_(\d{8,})")
-_HIDDEN = re.compile(r"\.(step_\d{8,})\.[0-9a-f]{12}\.(new|old)")
-"""Folders of unfinished saves, as ``atomic_directory`` names them."""
 _DATA = "data-"
 _PLAIN = re.compile(r"\w[\w.-]*")
 """Names without a folder in front of them."""
@@ -187,7 +186,7 @@ class LocalStorage:
 
             def begin() -> Path:
                 make_folder(self.directory)
-                self._remove_leftovers()
+                clear_leftovers(self.directory, _STEP.pattern)
                 fresh = atomic_directory(self.path(step), is_replaceable=lambda _: True)
                 return stack.enter_context(fresh)
 
@@ -231,14 +230,6 @@ class LocalStorage:
         """Give a checkpoint its name back if a save set it aside and died before replacing it."""
         for old in self.directory.glob(".step_*.old"):
             restore_replaced(old.with_name(old.name.split(".")[1]))
-
-    def _remove_leftovers(self) -> None:
-        """Delete what dead processes left; folders of living ones are locked."""
-        self.restore_replaced()
-        for name in filter(_HIDDEN.fullmatch, self.names()):
-            path = self.directory / name
-            if path.is_dir() and not is_locked(path.with_suffix(".new")):
-                shutil.rmtree(path, ignore_errors=True)
 
 
 @attrs.frozen

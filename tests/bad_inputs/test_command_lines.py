@@ -12,10 +12,6 @@ from forgekit.config import keys_of, load_config, name_of
 
 COMMANDS = {
     "no such command": (["reports"], r"invalid choice: 'reports' (choose from "),
-    "a file in the way": (
-        ["prepare", "a.txt", "--out", "a.txt"],
-        "a.txt is a file; name a directory that does not exist yet.",
-    ),
     "a run that is not there": (
         ["replay", "gone"],
         "gone is no run directory. Name what a recipe's out= was.",
@@ -28,14 +24,6 @@ COMMANDS = {
     "a recipe without a set-up": (
         ["verify", "minimal"],
         "minimal.py has no Config, setup; a recipe that this command can set up has Config",
-    ),
-    "experts beyond the ranks": (
-        ["verify", "pretrain", "mesh.ep=2"],
-        "ep 2 does not divide dp_shard * cp = 1; it can be one of [1].",
-    ),
-    "a step before the first": (
-        ["replay", ".", "--step", "0"],
-        "--step 0: . has logged steps from 1 to 0.",
     ),
 }
 

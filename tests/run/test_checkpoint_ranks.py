@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from lab import train
 from pool import run_again, run_ranks
-from saved import adamw, assert_same, build, everything, momentum
+from saved import assert_same, build, everything, momentum
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -102,23 +102,6 @@ def test_replicated_shards_are_written_once(tmp_path):
     shards = [*tmp_path.glob("step_*/*.safetensors")]
     size = sum(parameter.nbytes for parameter in model.parameters())
     assert sum(shard.stat().st_size for shard in shards) < size + 1000 * len(shards)
-
-
-def _one_rank_mesh(rank, world, directory):
-    mesh = init_device_mesh("cpu", (1,))
-    state = build(1)
-    fully_shard(state.model, mesh=mesh)
-    state = fk.TrainState.create(state.model, adamw(state.model.parameters()), mesh=mesh)
-    state = train(state, 2)
-    fk.checkpoint_save(state, directory).wait()
-    expected = everything(state)
-    assert_same(everything(fk.checkpoint_load(train(state, 1), directory)), expected)
-    return expected
-
-
-def test_a_mesh_of_one_rank_needs_no_partner(tmp_path):
-    (expected,) = run_ranks(_one_rank_mesh, 1, tmp_path)
-    assert_same(_load(0, 1, tmp_path), expected)
 
 
 # What is refused on all ranks

@@ -295,6 +295,9 @@ def test_a_model_of_ones_own_is_written_and_read_by_rules(tmp_path):
     model.table.data[6] = 0
     model.left.zero_()
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
+    del model.table
+    with pytest.raises(fk.CheckpointError, match=r"no rank has all of \['table'\], 'table' on"):
+        fk.save_huggingface(model, tmp_path / "less", names=names, like={"model_type": "own"})
 
 
 def test_logits_of_transformers_are_compared_where_asked_for(tmp_path, monkeypatch):
