@@ -114,7 +114,8 @@ def test_runs_with_other_keys_are_drawn_over_each_other(tmp_path):
     assert "/a/run | " in page.text
     assert page.source.count("<svg") == 1
     assert ["model.dim", "8", "16"] in page.rows
-    assert page.source.index("model.dim") < page.source.index("<td>seed")
+    folded = page.source.index("1 keys of the configuration")
+    assert page.source.index("<td>model.dim") < folded < page.source.index("<td>seed")
 
 
 def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path):

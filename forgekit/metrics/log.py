@@ -260,7 +260,7 @@ class MetricsLog:
     def _read_row(self, state: TrainState, metrics: TensorDictBase) -> dict[str, Any]:
         """Bring the numbers of the window to the host, where the row is made of them."""
         device, window = metrics["loss"].device, self._window
-        named = {name if "/" in name else f"train/{name}": value for name, value in metrics.items()}
+        named: dict[str, Any] = {n if "/" in n else f"train/{n}": v for n, v in metrics.items()}
         named["train/skipped_in_a_row"] = state.skipped.to(device)
         # The one copy, and the one time that the host waits for the device.
         host = torch.cat([_stacked(named), window.stacked().flatten()]).cpu()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lab import lay_out
+from pool import run_again
 from tensordict import TensorDict
 from torch import nn
 
@@ -67,3 +69,16 @@ def test_rows_of_a_micro_batch_follow_from_the_global_batch(rows, world, sizes, 
         mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
         assert fk.fitting_batch_size(rows, mesh) == expected
         assert fk.fitting_batch_size(rows, mesh, 2) == min(2, expected)
+
+
+def _on_ranks(rank, world):
+    state = fk.donate(lay_out(nn.Linear(2, 2)), samples=4)
+    train = rows_of(fk.train_loader(state, ROWS, 2), 2)
+    return train, rows_of(fk.held_out_loader(state, ROWS[:8], 2), 2)
+
+
+def test_each_rank_reads_rows_of_its_own():
+    order = [int(row) for row in fk.data.sample_rows(range(24), 24, 0)]
+    first = ([order[4:6], order[8:10]], [[0, 1], [4, 5]])
+    second = ([order[6:8], order[10:12]], [[2, 3], [6, 7]])
+    assert run_again(_on_ranks, 2) == [first, second]

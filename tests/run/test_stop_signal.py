@@ -222,10 +222,13 @@ def test_a_signal_ends_the_wait_for_data_that_never_come(workers):
     assert seen == [0, 1, 2, 3, 4]
 
 
-def test_a_signal_leaves_alone_who_waits_for_something_else():
+def test_a_signal_leaves_alone_who_waits_for_something_else_and_looks_again():
+    loader = fk.make_loader(Stuck(at=0), batch_size=1, shuffle=False)
     with StopSignal(patience_s=0.0) as stop:
         signal.raise_signal(signal.SIGTERM)
         time.sleep(1.5 * LOOK_S)
+        with pytest.raises(StoppedError):
+            next(iter(loader))
         assert stop.vote() == 1
 
 
