@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import re
@@ -89,10 +90,16 @@ def test_every_script_is_on_the_page_and_is_tested():
     assert sorted(linked) == sorted(slugs)
 
 
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """What a script prints in one process; each is run once."""
+    return functools.cache(lambda name: run(name, tmp_path_factory.mktemp(name)))
+
+
 @pytest.mark.parametrize("name", CLAIMS)
-def test_a_script_prints_what_it_claims(name, tmp_path, monkeypatch):
+def test_a_script_prints_what_it_claims(name, output, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    shown = run(name, tmp_path)
+    shown = output(name)
     assert CLAIMS[name](*numbers(shown)), shown
     assert "False" not in shown
 
@@ -113,19 +120,20 @@ MESHES = "mesh.tp=2", "mesh.pp=2", "mesh.dp_shard=2"
 @pytest.mark.parametrize("mesh", some_of(MESHES, "mesh.pp=2", "mesh.dp_shard=2"))
 def test_the_gpt_of_the_cookbook_is_exact_in_a_layout(mesh, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    code, shown = main(["verify", str(SCRIPTS / "own_gpt.py"), mesh]), capsys.readouterr().out
+    given = [mesh, "global_batch_size=4", "batch_size=2"]
+    code, shown = main(["verify", str(SCRIPTS / "own_gpt.py"), *given]), capsys.readouterr().out
     assert code == 0, shown
     (worst,) = re.findall(r"^equal: .* worst \S+ \((\S+)\)$", shown, re.M)
     assert "key.bias" not in worst  # whose gradient is zero: softmax does not see it
 
 
 @pytest.mark.parametrize("name", ["two_processes", "teacher_on_ranks"])
-def test_two_processes_print_what_one_does(name, tmp_path, monkeypatch):
+def test_two_processes_print_what_one_does(name, output, tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shown, nothing = run_ranks(on_rank, 2, port, tmp_path, name, group=False)
     assert nothing == ""
     monkeypatch.chdir(tmp_path)
-    for found, expected in zip(numbers(shown), numbers(run(name, tmp_path)), strict=True):
+    for found, expected in zip(numbers(shown), numbers(output(name)), strict=True):
         assert found == pytest.approx(expected, abs=2e-5)

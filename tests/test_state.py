@@ -54,14 +54,6 @@ def test_a_loss_scale_that_rounds_is_refused(scale):
         create(loss_scale=scale)
 
 
-def test_a_state_is_frozen():
-    state = create()
-    with pytest.raises(attrs.exceptions.FrozenInstanceError):
-        state.step = 1
-    with pytest.raises((attrs.exceptions.FrozenInstanceError, AttributeError)):
-        state.extra = 1
-
-
 def test_no_field_of_a_donated_state_can_be_read():
     state = create(seed=3)
     model = state.model

@@ -43,7 +43,7 @@ def run(name: str, faults: Mapping[str, Any]) -> None:
     recipe = load_recipe(name)
     fk.wrap_up = draw_nothing
     for fault, given in faults.items():
-        FAULTS[fault](recipe, given)
+        globals()[fault](recipe, given)
     recipe.main()
 
 
@@ -403,34 +403,3 @@ def read_only_after(recipe: Recipe, given: tuple[int, str]) -> None:
             Path(path).chmod(0o555)
 
     _watch(recipe, close)
-
-
-FAULTS = {
-    function.__name__: function
-    for function in (
-        note_rows,
-        note_attempts,
-        end_after,
-        raise_after,
-        raise_in_set_up,
-        hurry,
-        count_calls,
-        die_at_call,
-        die_before,
-        die_alone_after,
-        signal_after,
-        signal_before,
-        signal_in_evaluation,
-        infinite_loss,
-        nan_gradient,
-        nan_until_left_out,
-        leave_out,
-        impatient,
-        limit_files,
-        obey_modes,
-        read_only_after,
-        signal_in_read,
-        stuck_read,
-        store,
-    )
-}

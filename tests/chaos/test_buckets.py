@@ -60,8 +60,8 @@ def lives(tokens, tmp_path):
 
 
 def test_killed_on_two_ranks_it_goes_on_from_the_bucket(lives, undisturbed):
-    settings = {"steps": 12, "save_every": 4}
-    life = lives.live(ranks=2, faults={0: {"die_alone_after": 9}}, **settings)
+    settings = {"steps": 6, "save_every": 2}
+    life = lives.live(ranks=2, faults={0: {"die_alone_after": 5}}, **settings)
     assert -signal.SIGKILL in life.end(), life.output
     copy = lives.copy()
     saved = saved_step(copy)
@@ -72,7 +72,7 @@ def test_killed_on_two_ranks_it_goes_on_from_the_bucket(lives, undisturbed):
     assert resumed_step(life) == saved
     copy = lives.copy()
     assert status_of(copy)["status"] == "finished"
-    assert (copy / "checkpoints" / "latest").read_text() == "step_00000012"
+    assert (copy / "checkpoints" / "latest").read_text() == "step_00000006"
     assert not (copy / ".lease").exists()
     assert_same_run(copy, undisturbed(2, **settings))
 

@@ -84,15 +84,6 @@ def test_a_signal_to_the_whole_line_stops_the_run_with_its_checkpoint(
     assert 3 < saved_step(tmp_path / "run") == last_step(tmp_path / "run") == found["step"]
 
 
-def test_under_nohup_a_run_outlives_its_terminal(shell, command, undisturbed, tmp_path):
-    process = shell.start(f"trap '' HUP; {command}", cwd=tmp_path)
-    wait_for_step(2, tmp_path / "run")
-    os.killpg(process.pid, signal.SIGHUP)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
-    assert_same_run(tmp_path / "run", undisturbed)
-
-
 def test_a_refusal_keeps_its_exit_code_where_nobody_reads_it(shell, command, tmp_path):
     for display in ("2>/dev/full", "2>&1 | true; exit ${PIPESTATUS[0]}"):
         code, _ = shell.run(f"{command} data.path=gone {display}", cwd=tmp_path)
