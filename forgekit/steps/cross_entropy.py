@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -147,13 +147,8 @@ def linear_cross_entropy(
     check_projection(hidden, weight, labels)
     backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     hidden, weight, columns = take_projection(hidden, weight)
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    weight, positions = weight.to(hidden.dtype), labels.reshape(-1).long()
-    kind = hidden.device.type
-    is_cast = torch.is_autocast_enabled(kind)
-    with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
-        sums: Any = _LinearCrossEntropy.apply(flat, weight, positions, z_loss, backward, columns)
-    total, losses = sums
+    function = _LinearCrossEntropy
+    total, losses = apply_to_rows(function, hidden, weight, labels, z_loss, backward, columns)
     return _loss_of(total, losses, labels != IGNORED, is_nll=not z_loss)
 
 
@@ -168,7 +163,18 @@ def check_projection(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
     check_labels(labels, weight.shape[0])
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+def apply_to_rows(
+    function: type[Function], hidden: Tensor, weight: Tensor, labels: Tensor, *options: Any
+) -> Any:
+    """Apply a function to ``[n d]``, ``[v d]``, ``[n]`` and its options, without autocast."""
+    flat, positions = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1).long()
+    kind = hidden.device.type
+    is_cast = torch.is_autocast_enabled(kind)
+    with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
+        return function.apply(flat, weight.to(hidden.dtype), positions, *options)
+
+
+class _LinearCrossEntropy(Function):
     @staticmethod
     def forward(
         ctx: Any,

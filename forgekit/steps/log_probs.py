@@ -8,12 +8,11 @@ finds a chunk's logits again, where ``linear_cross_entropy`` has its gradient re
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import Function, once_differentiable
 
 from forgekit.data.batch import IGNORED
 from forgekit.model.batch_invariant import (
@@ -23,6 +22,7 @@ from forgekit.model.batch_invariant import (
 )
 from forgekit.steps.cross_entropy import (
     Columns,
+    apply_to_rows,
     check_projection,
     chunk_rows,
     combine_rows,
@@ -78,20 +78,13 @@ def linear_log_probs(
     hidden, weight, columns = take_projection(hidden, weight)
     if batch_invariant and columns is not None:
         refuse_batch_invariant("ranks share its vocabulary")
-    flat = hidden.reshape(-1, hidden.shape[-1])
-    weight, positions = weight.to(hidden.dtype), labels.reshape(-1).long()
-    kind = hidden.device.type
-    is_cast = torch.is_autocast_enabled(kind)
-    with torch.autocast(kind, enabled=False) if is_cast else nullcontext():
-        results: Any = _LinearLogProbs.apply(
-            flat, weight, positions, temperature, columns, entropy, batch_invariant
-        )
-    log_probs, entropies = results
+    options = (temperature, columns, entropy, batch_invariant)
+    log_probs, entropies = apply_to_rows(_LinearLogProbs, hidden, weight, labels, *options)
     log_probs = log_probs.view(labels.shape)
     return (log_probs, entropies.view(labels.shape)) if entropy else log_probs
 
 
-class _LinearLogProbs(torch.autograd.Function):
+class _LinearLogProbs(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import Any
 
 import attrs
@@ -28,7 +27,6 @@ from forgekit.parallel.fsdp import (
 )
 from forgekit.parallel.layout import full
 from forgekit.parallel.pipeline.rehearsal import PARAMETER_READ, no_reads
-from forgekit.parallel.pipeline.stage import StandIn
 from forgekit.parallel.pipeline.stages import Stages
 from forgekit.state import TrainState
 from forgekit.steps.experts import StepRouters
@@ -51,9 +49,6 @@ PARAMETERS = frozenset({"parameters", "named_parameters", "state_dict", "modules
 """What gives a model's parameters."""
 
 FirstLook = Callable[[TensorDictBase], None] | None
-
-Runs = Callable[[tuple[Any, ...], dict[str, Any]], Any]
-"""Runs a call of the model on a stage; returns what the model returns, or leaves."""
 
 
 def accumulate_staged(
@@ -258,11 +253,7 @@ class _Work:
         if stage == self.stages.mine[-1]:  # this rank does not need it any more
             del self._batches[micro_batch]
 
-        def run(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            call = partial(_call_with, args, keywords)
-            return self.stages.forward(stage, call, shape, received)
-
-        result = self._call(stage, batch, run)
+        result = self._pass(stage, batch, shape, received)
         if not isinstance(result, Loss):
             if stage == self.stages.mine[0] and not self.stages.has_last:
                 nothing = torch.zeros((), device=self.sums.device)
@@ -271,22 +262,33 @@ class _Work:
         self.sums.add(result, rows=batch.batch_size[0])
         return (result.sum,)
 
-    def _call(self, stage: int, batch: TensorDictBase, run: Runs) -> Any:
-        """What a stage sends; of the last one, the loss."""
+    def _pass(
+        self,
+        stage: int,
+        batch: TensorDictBase,
+        shape: torch.Size,
+        *given: Any,
+        rehearses: bool = False,
+    ) -> Any:
+        """What a stage sends of a micro-batch; of the last one, the loss."""
         is_last = stage == self.stages.count - 1
+        with ExitStack() as stack:
 
-        def output(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            out = run(args, keywords)
-            if not is_last:
-                raise _Left(out)
-            check_output(self._state.model, (), out)
-            return out
+            def output(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+                out = self.stages.forward(stage, lambda m: m(*args, **keywords), shape, *given)
+                if rehearses:
+                    module = self.stages.modules[self.stages.mine.index(stage)]
+                    stack.enter_context(no_reads(module.parameters()))
+                if not is_last:
+                    raise _Left(out)
+                check_output(self._state.model, (), out)
+                return out
 
-        try:
-            with explaining():  # here, as other ranks are told of it
-                loss = compute_loss(_Bound(self._state.model, output), batch, self._loss_fn)
-        except _Left as left:
-            return left.with_traceback(None).out  # whose frames hold all that ran
+            try:
+                with explaining():  # here, as other ranks are told of it
+                    loss = compute_loss(_Bound(self._state.model, output), batch, self._loss_fn)
+            except _Left as left:
+                return left.with_traceback(None).out  # whose frames hold all that ran
         if not is_last:
             raise ValueError(UNCALLED)
         return check_loss(loss) if self._trains else loss
@@ -307,22 +309,8 @@ class _Work:
         """Run the first micro-batch through all stages; its loss does not count."""
         device = self.stages.device
 
-        def compute(
-            stage: int,
-            received: Sequence[Tensor],
-            stand_in: StandIn,
-            arrive: Callable[[], Any],
-        ) -> Sequence[Tensor]:
-            with ExitStack() as stack:
-
-                def run(args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-                    call = partial(_call_with, args, keywords)
-                    out = self.stages.forward(stage, call, shape, received, stand_in, arrive)
-                    module = self.stages.modules[self.stages.mine.index(stage)]
-                    stack.enter_context(no_reads(module.parameters()))
-                    return out
-
-                result = self._call(stage, self._first, run)
+        def compute(stage: int, *given: Any) -> Sequence[Tensor]:
+            result = self._pass(stage, self._first, shape, *given, rehearses=True)
             values = values_of(result) if isinstance(result, Loss) else result
             return [full(value.detach()) for value in values if isinstance(value, Tensor)]
 
@@ -359,10 +347,6 @@ def _shape_of(batch: TensorDictBase) -> torch.Size:
     return next(shapes, torch.Size((*batch.batch_size, 1)))
 
 
-def _call_with(args: tuple[Any, ...], keywords: dict[str, Any], module: nn.Module) -> Any:
-    return module(*args, **keywords)
-
-
 def _kind_of(args: tuple[Any, ...], keywords: dict[str, Any]) -> str:
     """What decides which way a forward takes: which arguments there are, and of what type."""
     given = {**dict(enumerate(args)), **keywords}
@@ -390,7 +374,7 @@ class _Left(BaseException):
 class _Bound:
     """Stands for the model inside a loss function: its call runs one stage, once."""
 
-    def __init__(self, model: nn.Module, run: Runs) -> None:
+    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
         self._model, self._run, self._was_called = model, run, False
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
