@@ -89,7 +89,8 @@ class Documents:
         kept = self._kept_of(ids)
         if "mask" not in kept:
             # Detached: a mask that held the ids themselves would keep them for ever.
-            kept["mask"] = _block_mask(ids.device, *ids.shape, ids.detach())
+            rows, positions = ids.shape
+            kept["mask"] = _block_mask(ids.device, rows, positions, ids.detach())
         return kept["mask"]
 
     def _kept_of(self, ids: Tensor) -> dict[str, Any]:

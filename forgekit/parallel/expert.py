@@ -19,9 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forgekit.model.moe import Compute, invert, permute, sort_by_expert
-from forgekit.parallel.layout import EXPERT
+from forgekit.parallel.layout import EXPERT, match_plan
 from forgekit.parallel.module_forward import with_local_parameters, wrap_forward
-from forgekit.parallel.tensor.plan import match_plan
 
 
 def find_experts(model: nn.Module, plan: Mapping[str, Any] | None) -> list[nn.Module]:

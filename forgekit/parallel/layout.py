@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -28,6 +31,34 @@ def world_of(mesh: DeviceMesh | None) -> int:
 def full(value: Any) -> Any:
     """All of a DTensor, gathered by the ranks that share it; anything else as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Find the modules that a plan names; of several patterns the last counts.
+
+    Args:
+        model: The whole model.
+        plan: Patterns of module names to styles.
+
+    Returns:
+        Styles by module name; a module that has several names is known by the first of them.
+
+    Raises:
+        ValueError: If a pattern matches nothing.
+    """
+    names = dict(model.named_modules(remove_duplicate=False))
+    first = {module: name for name, module in model.named_modules()}
+    styles: dict[str, Any] = {}
+    for pattern, style in plan.items():
+        matched = [first[module] for name, module in names.items() if fnmatchcase(name, pattern)]
+        if not matched:
+            nearest = difflib.get_close_matches(pattern, filter(None, names), n=3, cutoff=0.0)
+            raise ValueError(
+                f"the plan's pattern {pattern!r} matches no module; the nearest names are "
+                f"{', '.join(map(repr, nearest))}."
+            )
+        styles |= dict.fromkeys(matched, style)
+    return styles
 
 
 def shard_and_owners(tensor: Tensor, world: int) -> tuple[Tensor, int]:

@@ -6,7 +6,6 @@ alike, before the first collective.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from types import MappingProxyType
@@ -17,7 +16,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from forgekit.checks import divisors, nearest_multiples
 from forgekit.model.nf4 import is_packed
-from forgekit.parallel.layout import EXPERT
+from forgekit.parallel.layout import EXPERT, match_plan
 from forgekit.parallel.tensor.styles import GROUPED, ROUTED, STYLES
 
 Style = str | ParallelStyle
@@ -65,6 +64,12 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
             'for example plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
         )
     modules = dict(model.named_modules())
+    for pattern, style in plan.items():
+        if style not in (*STYLES, EXPERT) and not isinstance(style, ParallelStyle):
+            raise ValueError(
+                f"the plan gives {pattern!r} the style {style!r}; it is one of "
+                f"{', '.join(map(repr, (*STYLES, EXPERT)))}, or a ParallelStyle of torch."
+            )
     styles = match_plan(model, plan)
     for name, style in styles.items():
         _check_kind(name, modules[name], style)
@@ -87,39 +92,6 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
         )
     styles |= dict.fromkeys(unnamed, "replicate")
     return {name: styles[name] for name in modules if styles.get(name, EXPERT) != EXPERT}
-
-
-def match_plan(model: nn.Module, plan: Plan) -> dict[str, Style]:
-    """Find the modules that a plan names; of several patterns the last counts.
-
-    Args:
-        model: The whole model.
-        plan: See ``apply_plan``.
-
-    Returns:
-        Styles by module name; a module that has several names is known by the first of them.
-
-    Raises:
-        ValueError: If a pattern matches nothing, or a style is unknown.
-    """
-    names = dict(model.named_modules(remove_duplicate=False))
-    first = {module: name for name, module in model.named_modules()}
-    styles: dict[str, Style] = {}
-    for pattern, style in plan.items():
-        if style not in (*STYLES, EXPERT) and not isinstance(style, ParallelStyle):
-            raise ValueError(
-                f"the plan gives {pattern!r} the style {style!r}; it is one of "
-                f"{', '.join(map(repr, (*STYLES, EXPERT)))}, or a ParallelStyle of torch."
-            )
-        matched = [first[module] for name, module in names.items() if fnmatchcase(name, pattern)]
-        if not matched:
-            nearest = difflib.get_close_matches(pattern, filter(None, names), n=3, cutoff=0.0)
-            raise ValueError(
-                f"the plan's pattern {pattern!r} matches no module; the nearest names are "
-                f"{', '.join(map(repr, nearest))}."
-            )
-        styles |= dict.fromkeys(matched, style)
-    return styles
 
 
 def model_plan(model: nn.Module, size: int) -> Plan | None:
