@@ -504,7 +504,7 @@ class Mixture:
         }
         check_alike(parts, dim=1)
         by_source = torch.from_numpy(np.argsort(sources, kind="stable"))
-        batch = torch.cat([*parts.values()])[by_source.argsort()]
+        batch: Any = torch.cat([*parts.values()])[by_source.argsort()]
         if "source" in batch:
             raise ValueError('rows have a "source", which the mixture adds; rename theirs.')
         return batch.set("source", torch.from_numpy(sources))

@@ -305,7 +305,7 @@ class DocumentRows:
     def _encoded(self, records: Iterable[Record]) -> Iterator[tuple[Record, NDArray[Any]]]:
         """Yield records and their token ids; a broken one has none."""
         nothing: Any = () if self.tokenizer is None else ""
-        pairs = ((each, nothing if each.problem else each.content) for each in records)
+        pairs: Any = ((each, nothing if each.problem else each.content) for each in records)
         if self.tokenizer is None:
             return ((record, check_ids(record.name, ids)) for record, ids in pairs)
         return encode_texts(self.tokenizer, pairs)
