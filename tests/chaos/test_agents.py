@@ -108,8 +108,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("settings", "variables", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused_is_not_started_again(agents, settings, variables, message):
+@pytest.mark.parametrize("case", in_short(REFUSED, "a key that is none", "a store of dead ranks"))
+def test_what_is_refused_is_not_started_again(agents, case):
+    settings, variables, message = REFUSED[case]
     run = agents(1, **settings)
     run.variables = variables
     assert run.start().end() != 0
