@@ -20,6 +20,7 @@ from lab import (
     relative_error,
 )
 from pool import run_again
+from torch import nn
 
 import forgekit as fk
 
@@ -130,7 +131,10 @@ def test_a_bad_step_starts_the_count_again(mesh):
 
 
 def test_float16_starts_where_small_gradients_survive(mesh):
-    assert _state({}).loss_scale == 1.0
+    state = _state({})
+    assert state.loss_scale == 1.0
+    around = nn.Sequential(state.model)  # as a user's wrapper
+    assert fk.TrainState.create(around, fk.adamw(around), mesh=state.mesh).loss_scale == 1.0
     assert _state({}, "bf16").loss_scale == 2.0**-12
 
 
