@@ -277,7 +277,9 @@ def _refused(rank, world, variables):
     for out, changes, _ in REFUSED.values():
         with pytest.MonkeyPatch.context() as patch, redirect_stderr(StringIO()) as said:
             for name, value in (variables | changes).items():
-                patch.delenv(name) if value is None else patch.setenv(name, value)
+                patch.setenv(name, value or "")
+                if value is None:
+                    patch.delenv(name)
             patch.setattr("s3fs.S3FileSystem._cache", {})
             with pytest.raises(SystemExit) as stop, fk.open_run(Url(out), {}):
                 raise AssertionError
