@@ -13,7 +13,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from html import escape
 from importlib.metadata import version as version_of
 from importlib.util import find_spec
@@ -166,6 +166,11 @@ class Run:
         pairs = [(row["step"], _number(row[metric])) for row in self.rows if metric in row]
         steps, values = zip(*pairs, strict=True) if pairs else ((), ())
         return np.array(steps, int), np.array(values, float)
+
+    def recent(self, metric: str) -> float | None:
+        """Return the median of the last twentieth of a metric."""
+        values = self.finite(metric)
+        return float(np.median(values[-1 - len(values) // 20 :])) if len(values) else None
 
     def finite(self, metric: str) -> np.ndarray:
         """Return the finite values of a metric."""
@@ -385,16 +390,26 @@ def _headline(run: Run) -> dict[str, object]:
         status = "killed: no process holds the run"
     at = f"step {step} of {run.setting('steps', 0) or '?'}"
     more = (str(run.status[name]) for name in ("reason", "time") if run.status.get(name))
-    steps, seconds = run.column("perf/step_seconds")
-    in_steps = np.nansum(seconds * np.diff(steps, prepend=0)) if len(steps) else 0.0
+    seconds = _over_steps(run, "perf/step_seconds")
+    waiting = _over_steps(run, "perf/data_wait_seconds") / max(seconds, 1e-9)
+    mfu = run.recent("perf/mfu")
     return {
         "status": f"{status}; {', '.join([at, *more])}",
         "parameters": _short(started.get("parameters")),
         "devices": f"{started.get('ranks', '?')} x {started.get('device', '?')}",
+        "targets seen": _short(_over_steps(run, "train/targets") or None),
+        "targets per second": _short(run.recent("perf/tokens_per_second")),
+        "MFU": "-" if mfu is None else f"{mfu:.1%}",
+        "time in steps": f"{timedelta(seconds=round(seconds))}, {waiting:.1%} waiting for data",
         "starts": len(run.starts()),
-        "hours in steps": f"{in_steps / 3600:.2f}",
         "bad steps": len(run.bad_steps()),
     }
+
+
+def _over_steps(run: Run, metric: str) -> float:
+    """A number of each step, summed over all steps up to the last row."""
+    steps, values = run.column(metric)
+    return float(np.nansum(values * np.diff(steps, prepend=min([0, *steps[:1]]))))
 
 
 def _summary(run: Run, metric: str) -> tuple[str, ...]:

@@ -63,7 +63,7 @@ def test_every_part_of_a_run_is_on_its_page_which_loads_nothing_from_elsewhere(t
         *("Loss", "Learning rate", "Gradient norm before clipping", "Targets per second"),
         *("Loss by source", "own/metric", "load of each expert", "Who attends to whom"),
         *("8 micro-batches, simulated: bubble 5.9%", "started again", "phase", "bad step"),
-        *("failed; step 40 of 60, OSError: <oh>", "124.5 M", "8 x cuda", "1.00"),
+        *("failed; step 40 of 60, OSError: <oh>", "124.5 M", "8 x cuda", "1:00:00"),
         *("Bad steps: 1", "step_00000040", "def <b>f</b>(): \ufffd[31m", "interleaved_1f1b"),
     ):
         assert text in page.text, text
@@ -72,6 +72,13 @@ def test_every_part_of_a_run_is_on_its_page_which_loads_nothing_from_elsewhere(t
     for _, attributes in page.tags:
         for name in ("src", "href", "xlink:href"):
             assert (attributes.get(name) or "#").startswith(("#", "data:image/png;base64,"))
+
+
+def test_the_headline_says_what_a_run_took(tmp_path):
+    took = {"train/targets": 100, "perf/step_seconds": 0.5, "perf/data_wait_seconds": 0.125}
+    rows = [row | took | {"perf/mfu": 0.25} for row in rows_of(40)]
+    lines(tmp_path / "metrics.jsonl", rows)
+    assert "4,000 1,000 25.0% 0:00:20, 25.0% waiting for data" in page_of(tmp_path).text
 
 
 def test_numbers_that_no_axis_can_hold_are_named_and_left_out_and_spikes_stay(tmp_path):

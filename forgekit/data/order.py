@@ -161,9 +161,8 @@ def make_order(
     Raises:
         TypeError: If a number of rows is no integer.
         ValueError: If there is no source, or one without rows, if weights are missing, unknown,
-            negative or not finite, if a share is positive and below 1e-6, if phases do not
+            negative, not finite or all 0, if a share is positive and below 1e-6, if phases do not
             increase, or ``temperature`` is not positive.
-        ZeroDivisionError: If all weights are 0.
 
     Examples:
         >>> sizes, change = {"code": 1000, "prose": 500}, Phase(start=163_840, weights={"code": 2})
@@ -401,7 +400,9 @@ def _mixed_weights(
             raise ValueError(f"{of_phase} name {quoted(unknown)}; the sources are {quoted(sizes)}.")
         check_numbers(**{f"{of_phase}[{name!r}]": (mixed[name], 0) for name in mixed})
         # The largest weight is 1, so no power overflows; none that is positive becomes 0.
-        shares = (mixed[name] / max(mixed.values()) for name in sizes)
+        if not (largest := max(mixed.values())):
+            raise ValueError(f"{of_phase} are all 0; at least one must be above 0.")
+        shares = (mixed[name] / largest for name in sizes)
         powers = [share and max(share ** (1 / temperature), math.ulp(0)) for share in shares]
         yield operator.index(phase.start), powers
 

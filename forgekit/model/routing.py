@@ -262,7 +262,7 @@ def check_choices(
 ) -> dict[str, Tensor]:
     """Make sure that a choice from outside is one for these layers and this micro-batch.
 
-    The host reads the numbers of each layer that are no expert's.
+    Reads the smallest and largest number on the host, once for all layers.
 
     Args:
         replay: By layer the experts of each position.
@@ -293,11 +293,14 @@ def check_choices(
         choice = choice.long()
         if is_token is not None:
             choice = choice.masked_fill(~is_token.unsqueeze(-1), 0)
-        if wrong := choice[(choice < 0) | (choice >= experts)].tolist():
-            raise ValueError(
-                f"replay[{layer!r}] has expert {wrong[0]}; they are 0 to {experts - 1}."
-            )
         choices[layer] = choice
+    ends = torch.stack([torch.stack(choice.aminmax()) for choice in choices.values()])
+    for layer, (least, most) in zip(layers, ends.tolist(), strict=True):
+        if least < 0 or most >= experts:
+            wrong = least if least < 0 else most
+            raise ValueError(
+                f"replay[{layer!r}] has expert {wrong}; {experts} experts are 0 to {experts - 1}."
+            )
     return choices
 
 

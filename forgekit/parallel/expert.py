@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -158,7 +159,8 @@ def _dispatch_over(
     Three exchanges: how many tokens, the tokens, and what became of them. The host has to know
     how many to expect, so on an accelerator it waits for the first: one read per call. A rank
     without tokens, or whose experts get none, takes part in all of them. Tokens of no expert stay
-    where they are, and zeros come back for them. ``meanwhile`` runs while tokens are on their way.
+    where they are, and zeros come back for them. ``meanwhile`` runs once tokens are on their way,
+    and its backward while their gradients are.
     """
     ranks = dist.get_world_size(group)
     order, counts = sort_by_expert(expert_ids, experts)
@@ -170,11 +172,12 @@ def _dispatch_over(
     # Tokens of no expert are sorted last; they stay.
     inverse, left = invert(order), len(order) - sum(sent)
     leaving = permute(tokens, order, inverse)[: sum(sent)]
-    # First exchange of rows, to the ranks of their experts.
-    under_way = _send(leaving.detach(), sent, received, group)
+    # First exchange of rows: to the ranks of their experts.
+    there = _Exchange(sent, received, group)
+    under_way = there.leave(leaving)
     if meanwhile is not None:
         meanwhile()
-    tokens = _arrive(leaving, under_way, (received, sent, group))
+    tokens = there.arrive(under_way)
     # They arrive by rank and expert; experts want them by expert and rank.
     numbers = torch.arange(each, device=counts.device).repeat(ranks)
     ids = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received))
@@ -182,9 +185,8 @@ def _dispatch_over(
     by_rank = invert(by_expert)
     computed = compute(permute(tokens, by_expert, by_rank), arriving.sum(0)[:held])
     # Second one: back, in the same sizes the other way round.
-    leaving = permute(computed, by_rank, by_expert)
-    under_way = _send(leaving.detach(), received, sent, group)
-    back = _arrive(leaving, under_way, (sent, received, group))
+    home = _Exchange(received, sent, group)
+    back = home.arrive(home.leave(permute(computed, by_rank, by_expert)))
     return permute(F.pad(back, (0, 0, 0, left)) if left else back, inverse, order)
 
 
@@ -206,33 +208,70 @@ def _splits(counts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[int]
     return arriving, sent, received
 
 
-@torch.compiler.disable()
-def _send(
-    rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-) -> tuple[Any, Tensor]:
-    """Send so many rows to each rank; what to wait for, and where so many arrive from each."""
-    arriving = rows.new_empty((sum(received), *rows.shape[1:]))
-    rows = rows.contiguous()
-    work = dist.all_to_all_single(arriving, rows, received, sent, group=group, async_op=True)
-    return (work, rows), arriving  # the rows must outlive the exchange
+@attrs.define(eq=False)
+class _Exchange:
+    """Rows on their way to other ranks, and later their gradients on the way back.
 
+    Torch's functional all-to-all waits for the gradients at once; here they are on their way while
+    the backward pass of what ran ``meanwhile`` computes.
 
-@torch.compiler.disable()
-def _arrive(rows: Tensor, under_way: Any, back: Any) -> Tensor:
-    """Wait for the rows that come for those that were sent; ``back``: how gradients are sent."""
-    return _Arrived.apply(rows, under_way, back)  # pyright: ignore[reportReturnType]
+    Attributes:
+        sent: Rows that go to each rank.
+        received: Rows that come from each.
+        group: The ranks.
+    """
 
+    sent: list[int]
+    received: list[int]
+    group: dist.ProcessGroup
+    _under_way: tuple[Any, ...] = ()
 
-class _Arrived(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, _rows: Tensor, under_way: Any, back: Any) -> Tensor:
-        ctx.back = back
-        (work, _), arriving = under_way
-        work.wait()  # on an accelerator its stream does, not the host
-        return arriving
+    @torch.compiler.disable()
+    def leave(self, rows: Tensor) -> Tensor:
+        """Send rows; what is returned must not be read before ``arrive``."""
+        return _Leave.apply(rows, self)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (work, _), arriving = _send(gradients[0], *ctx.back)
+    @torch.compiler.disable()
+    def arrive(self, arriving: Tensor) -> Tensor:
+        """Wait for the rows that ``leave`` expects."""
+        return _Arrive.apply(arriving, self)
+
+    def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Begin an exchange."""
+        rows = rows.contiguous()
+        arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+        send = partial(dist.all_to_all_single, group=self.group, async_op=True)
+        # Both must outlive the exchange.
+        self._under_way = send(arrived, rows, received, sent), arrived, rows
+        return arrived
+
+    def finish(self) -> Tensor:
+        """Wait for what was sent; on an accelerator its stream does, not the host."""
+        work, arrived, _ = self._under_way
         work.wait()
-        return arriving, None, None
+        self._under_way = ()
+        return arrived
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.start(rows, exchange.sent, exchange.received)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ctx.exchange.finish(), None  # what comes in is only there for its shape
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, arriving: Tensor, exchange: _Exchange) -> Tensor:
+        ctx.exchange = exchange
+        exchange.finish()
+        return arriving.view_as(arriving)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.exchange.start(gradients[0], ctx.exchange.received, ctx.exchange.sent)
+        return gradients[0], None

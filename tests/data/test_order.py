@@ -276,6 +276,9 @@ BAD = {
     r"^the phase at sample 9: weights\['a'\] is nan; it must be finite": lambda: order_of(
         fk.Phase(9, {"a": np.nan})
     ),
+    "^the phase at sample 9: weights are all 0; at least one": lambda: order_of(
+        fk.Phase(9, dict.fromkeys(BOTH, 0))
+    ),
     "^temperature nan must be above 0": lambda: order_of(temperature=np.nan),
     "^lr_scale is -1; it must be finite and not negat": lambda: fk.Phase(9, lr_scale=-1),
     "^a phase at sample 3 follows one at sample 9": lambda: order_of(fk.Phase(9), fk.Phase(3)),

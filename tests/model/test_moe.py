@@ -400,7 +400,7 @@ REPLAYS = {
         LAYERS[0]: CHOICE[:1],
         LAYERS[1]: CHOICE,
     },
-    r"^replay\['layers\.3\.feed_forward'\] has expert 6; they are 0 to 5\.$": {
+    r"^replay\['layers\.3\.feed_forward'\] has expert 6; 6 experts are 0 to 5\.$": {
         LAYERS[0]: CHOICE,
         LAYERS[1]: CHOICE + 6,
     },
