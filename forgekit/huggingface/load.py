@@ -109,7 +109,7 @@ def load_huggingface(
     ranks = ranks_sharing(tensors.values())
     held = {name for one in ranks.each(lambda: [*tensors]) for name in one}
     names, stored = ranks.together(lambda: _check(model, tensors, path, names, held))
-    ranks.together(lambda: _read_into(tensors, names, stored))
+    ranks.together(lambda: read_into(tensors, names, stored))
     reset_magnitudes(model)
 
 
@@ -229,7 +229,7 @@ def _names_of(model: nn.Module, path: Path) -> NameMap:
 
 
 @torch.no_grad()
-def _read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str, Stored]) -> None:
+def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str, Stored]) -> None:
     """Read what a rank holds, in place, file by file."""
     packed = {n: t for n, t in tensors.items() if n in names.parts and is_packed(t)}
     plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
@@ -251,7 +251,7 @@ def _read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[st
         parts = names.parts[name]
         shape = [max(stops) for stops in zip(*([b for _, b in p.box] for p in parts), strict=True)]
         whole = torch.empty(shape, dtype=stored[parts[0].key].dtype)
-        _read_into({name: whole}, names, stored)
+        read_into({name: whole}, names, stored)
         copy_full(tensor, whole)
 
 
