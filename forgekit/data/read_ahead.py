@@ -98,6 +98,12 @@ def compute_ahead(
             if isinstance(result, _Raised):
                 raise result.error
             yield result if copies is None else copies.finish(result)
+    except RuntimeError as error:
+        # A signal handler that raises between two looks at torchdata's queue leaves its lock
+        # released, which `with` then says in place of what was raised.
+        if str(error) == "release unlocked lock" and error.__context__ is not None:
+            raise error.__context__ from None
+        raise
     finally:
         if pool is not None:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -2,6 +2,7 @@ import errno
 import fcntl
 import json
 import os
+import queue
 import signal
 import threading
 import time
@@ -220,6 +221,23 @@ def test_a_signal_ends_the_wait_for_data_that_never_come(workers):
     with pytest.raises(StoppedError, match="SIGTERM while waiting for data"):
         loop()
     assert seen == [0, 1, 2, 3, 4]
+
+
+def test_a_signal_between_two_looks_for_data_ends_the_wait_too(monkeypatch):
+    """There the lock of torchdata's queue is released: what ``with`` says of it is not raised."""
+
+    def get(self, **_):
+        with self.not_empty:
+            self.mutex.release()
+            raise StoppedError("SIGTERM while waiting for data")
+
+    with fk.make_loader(Stuck(at=9), batch_size=1, shuffle=False, workers=1) as loader:
+        batches = iter(loader)
+        next(batches)
+        monkeypatch.setattr(queue.Queue, "get", get)
+        with pytest.raises(StoppedError):
+            next(batches)
+        monkeypatch.undo()
 
 
 def test_a_signal_leaves_alone_who_waits_for_something_else_and_looks_again():
