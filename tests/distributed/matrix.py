@@ -110,9 +110,10 @@ LAYOUTS: dict[str, Row] = {
     "ep2-fsdp2": Row({"dp_shard": 4, "ep": 2}, options={"plan": EXPERTS_PLAN}, experts=True),
 }
 
-LONG = {"fsdp4", "fsdp2-tp2-cp2", "fsdp2-tp2-pp2", "ep2-fsdp2"}
-LONG |= {f"pp4-{name}" for name in SCHEDULES if name != "1f1b"}
-"""Layouts of which the default run has no cell; pairs of their dimensions have one."""
+BROAD = ("fsdp2-tp2-cp2", "fsdp2-tp2-pp2")
+"""Layouts of eight ranks: the default run has one cell of each, in which all factors differ."""
+LONG = {"fsdp4", "ep2-fsdp2"} | {f"pp4-{name}" for name in SCHEDULES if name != "1f1b"}
+"""Layouts of which the default run has no cell; each of their dimensions has some."""
 ROUGH = ("fsdp2", "tp2", "cp2-ring", "pp2-zbv")
 """Layouts that compute in bfloat16 too."""
 SEED = 3987
@@ -187,12 +188,15 @@ class Cell:
 
 def default_cells() -> list[Cell]:
     """The cells of the default run: combinations that are drawn, so that they differ."""
-    layouts = [*(name for name in LAYOUTS if name not in LONG), *ROUGH]
+    layouts = [*(name for name in LAYOUTS if name not in LONG and name not in BROAD), *ROUGH]
     every = list(itertools.product((0, 1), *FACTORS.values(), WIDTHS))
     cells = []
     for layout, row in zip(layouts, random.Random(SEED).sample(every, len(layouts)), strict=True):
         which, *values = row
         cells.append(Cell(layout, LAYOUTS[layout].micros[which], *values, steps=2))
+    for name in BROAD:
+        most = LAYOUTS[name].micros[1]
+        cells.insert(0, Cell(name, most, "rank_without", True, "selective", "head", steps=2))
     return [*cells[: -len(ROUGH)], *(attrs.evolve(c, dtype="bf16") for c in cells[-len(ROUGH) :])]
 
 
