@@ -257,7 +257,7 @@ def train(state: Any, steps: int) -> Any:
 
 
 @contextmanager
-def room(size: int) -> Iterator[None]:
+def file_size_limit(size: int) -> Iterator[None]:
     """A disk on which a file may have so many bytes: it takes the first part of what is longer."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

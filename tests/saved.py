@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import resource
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +24,6 @@ __all__ = [
     "build",
     "edit",
     "everything",
-    "file_size_limit",
     "flip",
     "momentum",
     "rewrite",
@@ -81,19 +77,6 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=0, msg=name)
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """Let every write that would make a file longer fail, as on a disk without more room."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def truncate(file: Path) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from covering import one_at_a_time
+from lab import file_size_limit
 from pool import run_again, run_ranks
-from saved import assert_same, build, edit, everything, file_size_limit, flip, rewrite, truncate
+from saved import assert_same, build, edit, everything, flip, rewrite, truncate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 from covering import some_of
-from lab import full, full_tensors, relative_error
+from lab import file_size_limit, full, full_tensors, relative_error
 from pool import run_again, run_ranks
 from run.huggingface_models import (
     MODELS,
@@ -21,7 +21,7 @@ from run.huggingface_models import (
     some_ids,
 )
 from safetensors.torch import load_file, save_file
-from saved import assert_same, file_size_limit
+from saved import assert_same
 
 import forgekit as fk
 from forgekit.huggingface import families, save

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from lab import room
+from lab import file_size_limit
 from pool import run_ranks
 from runs import saved_step
 from tensordict import TensorDict
@@ -168,11 +168,11 @@ def test_a_row_that_does_not_fit_leaves_the_rows_before_it_whole(tmp_path, state
     with MetricsLog(tmp_path, every=1) as log:
         state, _ = train(log, state, [1, 2])
         before = path.read_bytes()
-        with room(len(before) + 100), pytest.raises(OSError, match=full.format(2)):
+        with file_size_limit(len(before) + 100), pytest.raises(OSError, match=full.format(2)):
             log.event(state, {f"eval/{'x' * 200}/loss": 1.0})
         assert path.read_bytes() == before
         state = donate(state, step=3)
-        with room(len(before) + 100), pytest.raises(OSError, match=full.format(3)):
+        with file_size_limit(len(before) + 100), pytest.raises(OSError, match=full.format(3)):
             log(state, metrics_of(3))
         assert path.read_bytes() == before
         train(log, state, [4])
@@ -216,7 +216,7 @@ def test_a_run_that_fails_reads_nothing_more_from_its_device(tmp_path, state):
 def test_lines_begin_after_a_whole_line_and_are_all_there_or_none(tmp_path, before):
     path, after = tmp_path / "lines", f"{before}\na\nb\n".replace("\n\n", "\n").lstrip("\n")
     path.write_text(before)
-    with room(len(after) - 1), pytest.raises(OSError, match="File too large"):
+    with file_size_limit(len(after) - 1), pytest.raises(OSError, match="File too large"):
         append_lines(path, ["a", "b"])
     assert path.read_text() == before
     append_lines(path, ["a", "b"])

@@ -11,7 +11,7 @@ from itertools import islice
 
 import pytest
 import torch
-from lab import room
+from lab import file_size_limit
 from pool import run_ranks
 from runs import launch
 from tensordict import TensorDict
@@ -328,7 +328,10 @@ def test_a_status_that_fits_only_in_place_of_the_old_one_is_written_there(tmp_pa
     """No new file can be made, as on a disk without room; what does not fit leaves the old one."""
     write_status(tmp_path, "running", step=3)
     (tmp_path / f".status.json.{os.getpid()}").mkdir()  # in the way of the new one
-    with room(size), nullcontext() if size == 4096 else pytest.raises(OSError, match="too large"):
+    with (
+        file_size_limit(size),
+        nullcontext() if size == 4096 else pytest.raises(OSError, match="too large"),
+    ):
         write_status(tmp_path, "failed", step=4)
     assert json.loads((tmp_path / "status.json").read_text())["status"] == expected
 

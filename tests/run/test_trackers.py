@@ -9,7 +9,7 @@ import time
 from contextlib import closing
 
 import pytest
-from lab import room
+from lab import file_size_limit
 from run.test_metrics import create, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -242,7 +242,7 @@ def test_a_full_disk_costs_one_message(tmp_path, capfd):
         wait_for(log._trackers[0])
         (events,) = (tmp_path / "tensorboard").glob("events*")
         assert events.stat().st_size > 20_000
-        with room(events.stat().st_size + 10):
+        with file_size_limit(events.stat().st_size + 10):
             steps_of(log, state, [2, 3, 4])
             time.sleep(0.3)
     said = capfd.readouterr().err.splitlines()
