@@ -7,7 +7,7 @@ copies the boxes that its shards need, straight into them.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from forgekit.lora.adapters import reset_magnitudes
 from forgekit.model.initial import copy_full
 from forgekit.model.nf4 import is_packed
 from forgekit.model.transformer import Transformer, TransformerSpec
-from forgekit.ranks import CheckpointError, explain, ranks_sharing
+from forgekit.ranks import CheckpointError, Ranks, explain, ranks_sharing
 from forgekit.tensors import box_of, local, named_tensors
 
 IGNORED = ".rotary_emb.inv_freq"
@@ -107,8 +107,8 @@ def load_huggingface(
             f"{on_meta[0]!r} is on meta and has no memory to be read into. Call parallelize first."
         )
     ranks = ranks_sharing(tensors.values())
-    held = {name for one in ranks.each(lambda: [*tensors]) for name in one}
-    names, stored = ranks.together(lambda: _check(model, tensors, path, names, held))
+    names, stored = ranks.together(lambda: _check(model, tensors, path, names))
+    check_held(names, tensors, ranks, path)
     ranks.together(lambda: read_into(tensors, names, stored))
     reset_magnitudes(model)
 
@@ -151,6 +151,13 @@ def check_stored(names: NameMap, stored: Mapping[str, Stored], where: Path) -> N
         raise CheckpointError(f"{where} does not fit the model: {different}.")
 
 
+def check_held(names: NameMap, tensors: Mapping[str, Tensor], ranks: Ranks, where: Path) -> None:
+    """Refuse a model that holds only some of what is named, on all its ranks together."""
+    held = {name for one in ranks.each(lambda: [*tensors]) for name in one}
+    if lost := [name for name, parts in names.parts.items() if parts and name not in held]:
+        raise CheckpointError(f"the model has no {lost[0]!r}, and {where} has values for it.")
+
+
 def held_parts(tensors: Mapping[str, Tensor], names: NameMap) -> Iterator[tuple[str, Box, Tensor]]:
     """Yield what this rank holds of tensors on disk.
 
@@ -174,12 +181,9 @@ def _check(
     tensors: Mapping[str, Tensor],
     path: Path,
     names: NameMap | None,
-    held: Collection[str],
 ) -> tuple[NameMap, dict[str, Stored]]:
     """Compare a directory with a model; return the names on disk and what lies under them."""
     names = names or _names_of(model, path)
-    if lost := [name for name, parts in names.parts.items() if parts and name not in held]:
-        raise CheckpointError(f"the model has no {lost[0]!r}, and {path} has values for it.")
     stored = stored_tensors(path)
     if {HEAD, EMBEDDING} <= stored.keys() and HEAD not in names.shapes:
         files = [stored[key].file for key in (HEAD, EMBEDDING)]
