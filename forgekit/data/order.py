@@ -401,7 +401,7 @@ def _mixed_weights(
         check_numbers(**{f"{of_phase}[{name!r}]": (mixed[name], 0) for name in mixed})
         if not (largest := max(mixed.values())):
             raise ValueError(f"{of_phase} are all 0; at least one must be above 0.")
-        # The largest weight is 1, so no power overflows; none that is positive becomes 0.
+        # The largest weight is 1, so no power overflows, and no positive one becomes 0.
         shares = (mixed[name] / largest for name in sizes)
         powers = [share and max(share ** (1 / temperature), math.ulp(0)) for share in shares]
         yield operator.index(phase.start), powers

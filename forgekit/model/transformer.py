@@ -332,7 +332,7 @@ def make_batch_invariant(model: Any) -> None:
     """
     if not attentions(model):
         kind = type(model).__name__
-        refuse_batch_invariant(f"{kind} computes otherwise than a Transformer, or its blocks do")
+        refuse_batch_invariant(f"{kind} does not compute as a Transformer, or its blocks do not")
     check_parts(model)
     for block in model.layers:
         block.rows = block.attention.rows = rows_by_tile

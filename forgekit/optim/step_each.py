@@ -2,7 +2,7 @@
 
 To add an optimizer, write one file with a rule and a class whose ``step`` hands it to
 ``step_each`` (``lion.py`` is one), and a row in ``tests/optim/optimizers.py``, where the contract
-of all optimizers is: layouts, skipped steps, resuming. No other file needs to know of it.
+of all optimizers is: layouts, skipped steps, resuming. No other file changes.
 
 ``update`` leaves two 0-d tensors on an optimizer: ``grad_scale``, by which gradients are divided,
 and ``found_inf``, 1.0 where the step is bad. Nothing is read on the host: new values are computed

@@ -134,7 +134,7 @@ def grpo_loss(
         batch: See the top of ``forgekit/rollouts/losses.py``.
         clip: How far a ratio may leave 1 before its gradient ends: below and above.
         kl: A penalty against ``batch["reference"]``.
-        correction: Of a sampler that computes otherwise than the trainer.
+        correction: For a sampler whose log-probabilities differ from the trainer's.
 
     Returns:
         ``Loss`` whose count is the number of sequences with a trained token, with the means over

@@ -114,12 +114,7 @@ def accumulate(
     sharded = fsdp_modules(*layout.roots(state.model))
     release(sharded)
     try:
-        _check_parameters(state, sharded)
-        if onto is None:
-            clear_gradients(sharded)
-            held = Held(state.step, LossSums(state.targets.device))
-        else:
-            held = take_held(onto, state, first_gradient(sharded))
+        held = _begin(state, sharded, onto)
         sums, rows_before = held.losses, held.losses.rows
         stages = [] if layout.stages is None else layout.stages.modules
         modules = state.model.modules() if stages else sharded.walked
@@ -136,19 +131,13 @@ def accumulate(
                 _accumulate_whole(*step, proofs, sync=sync, more=more)
             else:
                 accumulate_staged(*step, proofs.look, more=more)
-        rows = sums.rows - rows_before
-        if not rows:
+        if sums.rows == rows_before:
             raise ValueError("a step got no micro-batch; every rank must bring at least one.")
         held.read |= proofs.read
+        held.count_rows(batches, (sums.rows - rows_before) * data_ranks(state.mesh)[1])
         unreduced = () if onto is None else onto.unreduced
         if not more:
-            # Before zeros are filled in: what was never reduced must not pass for unused.
-            unreduced += (*find_unreduced(state.model, sharded), *sorted(held.read))
-            if unreduced:  # `reduce_totals` refuses the step, on all ranks together
-                reset_iteration(sharded)
-                clear_gradients(sharded)
-            _fill_unused(state)
-        held.count_rows(batches, rows * data_ranks(state.mesh)[1])
+            unreduced = _end(state, sharded, (*unreduced, *held.read))
         if (gradient := first_gradient(sharded)) is not None:
             held.gradient = TensorWeakRef(gradient)
         return sums.totals(
@@ -166,6 +155,26 @@ def accumulate(
         reset_iteration(sharded)
         clear_gradients(sharded)
         raise
+
+
+def _begin(state: TrainState, sharded: FsdpModules, onto: Totals | None) -> Held:
+    """Clear old gradients for a new step, or go on from those of an earlier call."""
+    _check_parameters(state, sharded)
+    if onto is not None:
+        return take_held(onto, state, first_gradient(sharded))
+    clear_gradients(sharded)
+    return Held(state.step, LossSums(state.targets.device))
+
+
+def _end(state: TrainState, sharded: FsdpModules, noted: tuple[str, ...]) -> tuple[str, ...]:
+    """Give parameters that nothing used a gradient of zero; return those never reduced."""
+    # Before zeros are filled in: what was never reduced must not pass for unused.
+    if unreduced := (*find_unreduced(state.model, sharded), *sorted(noted)):
+        # `reduce_totals` refuses the step, on all ranks together.
+        reset_iteration(sharded)
+        clear_gradients(sharded)
+    _fill_unused(state)
+    return unreduced
 
 
 def _accumulate_whole(
