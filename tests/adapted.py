@@ -11,14 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import lab
 import torch
-from lab import reference_gradients, torch_loss
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import forgekit as fk
 
+loss_fn, head_loss = lab.logits_loss, lab.head_loss
 SPEC = fk.TransformerSpec(
     vocab_size=40, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, max_seq_len=16, qk_norm=True
 )
@@ -89,37 +90,28 @@ def move(model: nn.Module) -> nn.Module:
     return model
 
 
-def scales(kind: str) -> dict[str, float]:
-    """By name of a matrix what the product of its factors is multiplied by, written out."""
-    dense = {"query": 4.0, "key": 4.0, "gate": 7.0, "down": 16 / 3, "output": 4.0}
-    with_lengths = {"value": 4.0, "attention.output": 4.0}
-    dense |= {**with_lengths, "up": 8 / 2**0.5}
-    experts = {
-        "query": 4.0,
-        "shared.down": 4.0,
-        "experts.gate": 4.0,
-        "experts.up": 4.0,
-        "experts.down": 8 / 6,
-    }
-    return {
-        "dense": dense,
-        "deep": dense,
-        "experts": experts,
-        "uneven": experts,
-        "late": {"value": 4.0},
-    }[kind]
+DENSE_SCALES = {
+    **{"query": 4.0, "key": 4.0, "value": 4.0, "gate": 7.0, "down": 16 / 3},
+    **{"output": 4.0, "up": 8 / 2**0.5},
+}
+EXPERT_SCALES = {
+    **{"query": 4.0, "shared.down": 4.0},
+    **{"experts.gate": 4.0, "experts.up": 4.0, "experts.down": 8 / 6},
+}
+"""By the end of a matrix's name what the product of its factors is multiplied by, written out."""
 
 
 def adapted_weights(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The base's parameters with adapters added, by name in the base."""
+    scales = EXPERT_SCALES if ADAPTED[kind][0].moe else DENSE_SCALES
     weights = {name: tensor for name, tensor in tensors.items() if "lora_" not in name}
     for name in [name for name in tensors if name.endswith("lora_A")]:
         matrix = name.removesuffix("lora_A")
         target = matrix.removesuffix("_") if matrix.endswith("_") else f"{matrix}weight"
         plain = target.removesuffix(".weight")
-        known = [scale for end, scale in scales(kind).items() if plain.endswith(end)]
+        (scale,) = [scale for end, scale in scales.items() if plain.endswith(end)]
         product = torch.einsum("...or,...ri->...oi", tensors[f"{matrix}lora_B"], tensors[name])
-        total = weights[target] + known[-1] * product
+        total = weights[target] + scale * product
         lengths = tensors.get(f"{matrix}lora_magnitude_vector")
         if lengths is not None:
             total = total * (lengths / total.detach().norm(dim=1))[:, None]
@@ -127,20 +119,9 @@ def adapted_weights(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
     return weights
 
 
-def batches_of(world: int, vocabulary: int = 40) -> list[list[TensorDict]]:
+def batches_of(world: int) -> list[list[TensorDict]]:
     """``[micro-batch][rank]``, ragged numbers of targets."""
-    generator = torch.Generator().manual_seed(5)
-    found = []
-    for micro in range(2):
-        row = []
-        for rank in range(world):
-            ids = torch.randint(0, vocabulary, (2, 17), generator=generator)
-            labels = ids[:, 1:].clone()
-            kept = 3 + 2 * rank + micro
-            labels[torch.randint(0, 10, labels.shape, generator=generator) < kept] = -100
-            row.append(TensorDict({"input_ids": ids[:, :-1].clone(), "labels": labels}, [2]))
-        found.append(row)
-    return found
+    return [lab.global_batch(world, seed=seed)[1] for seed in range(2)]
 
 
 def reference(kind: str, world: int) -> dict[str, Tensor]:
@@ -149,17 +130,8 @@ def reference(kind: str, world: int) -> dict[str, Tensor]:
 
     def summed_loss(model: nn.Module, batch: Any) -> fk.Loss:
         weights = adapted_weights(kind, dict(model.named_parameters()))
-        return torch_loss(lambda ids: functional_call(base, weights, (ids,)), batch)
+        return lab.torch_loss(lambda ids: functional_call(base, weights, (ids,)), batch)
 
-    return reference_gradients(move(build(kind)), batches_of(world), summed_loss)[0]
-
-
-def loss_fn(model: nn.Module, batch: Any) -> fk.Loss:
-    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
+    return lab.reference_gradients(move(build(kind)), batches_of(world), summed_loss)[0]
 
 
-def head_loss(model: nn.Module, batch: Any) -> fk.Loss:
-    def head(hidden: Tensor, weight: Tensor) -> fk.Loss:
-        return fk.linear_cross_entropy(hidden, weight, batch["labels"])
-
-    return model(batch["input_ids"], head=head)

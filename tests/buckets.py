@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
 from unittest import mock
+from urllib.request import urlopen
 
 import s3fs
 from moto.server import ThreadedMotoServer
@@ -56,15 +57,9 @@ class Bucket:
     @property
     def fs(self) -> s3fs.S3FileSystem:
         """Its file system, past the proxy."""
-        host, port = self.server
-        url = f"http://{host}:{port}"
-        return s3fs.S3FileSystem(
-            key="x",
-            secret="y",
-            endpoint_url=url,
-            use_listings_cache=False,
-            skip_instance_cache=True,
-        )
+        url = "http://{}:{}".format(*self.server)
+        keys = {"key": "x", "secret": "y", "endpoint_url": url}
+        return s3fs.S3FileSystem(**keys, use_listings_cache=False, skip_instance_cache=True)
 
     def heal(self) -> None:
         """Let nothing go wrong any more, and forget what did."""
@@ -164,10 +159,8 @@ def open_bucket() -> Iterator[Bucket]:
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
     bucket = Bucket(moto.get_host_and_port())
-    line = http.client.HTTPConnection(*bucket.server)
-    line.request("POST", "/moto-api/reset")  # all servers of a process have the same buckets
-    assert line.getresponse().status == 200
-    line.close()
+    reset = "http://{}:{}/moto-api/reset".format(*bucket.server)
+    urlopen(reset, data=b"").close()  # all servers of a process have the same buckets
     handler = type("Handler", (_Proxy,), {"bucket": bucket})
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     proxy.daemon_threads = True

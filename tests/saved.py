@@ -18,20 +18,6 @@ import forgekit as fk
 from forgekit.checkpoints.directory import format_manifest
 from forgekit.checkpoints.state_dict import model_tensors
 
-__all__ = [
-    "adamw",
-    "assert_same",
-    "build",
-    "edit",
-    "everything",
-    "flip",
-    "momentum",
-    "rewrite",
-    "save",
-    "truncate",
-]
-
-
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1, fused=True)
 
@@ -60,6 +46,11 @@ def save(directory: Any, *steps: int, state: fk.TrainState | None = None, **opti
         state = train(state, step - state.step)
         fk.checkpoint_save(state, directory, blocking=True, **options)
     return state
+
+
+def load(rank: int, world: int, directory: Any) -> dict[str, Tensor]:
+    """All that a state holds which takes over the newest checkpoint."""
+    return everything(fk.checkpoint_load(build(world, seed=1), directory))
 
 
 def everything(state: fk.TrainState) -> dict[str, Tensor]:

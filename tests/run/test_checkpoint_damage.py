@@ -10,11 +10,13 @@ import shutil
 import stat
 import time
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from covering import one_at_a_time
+from covering import first_of
 from lab import file_size_limit
 from pool import run_again, run_ranks
 from saved import assert_same, build, edit, everything, flip, rewrite, truncate
@@ -45,12 +47,7 @@ def _load(rank, world, directory, step=None):
     return state.step
 
 
-def save(directory, *steps, **options):
-    return _save(0, 1, directory, *steps, **options)
-
-
-def load(directory, step=None):
-    return _load(0, 1, directory, step)
+save, load = partial(_save, 0, 1), partial(_load, 0, 1)
 
 
 def in_shard(change):
@@ -68,8 +65,8 @@ def in_manifest(how, **changes):
 DAMAGE = {
     "truncated": (in_shard(truncate), r"rank_00000\.safetensors has \d+ bytes instead of \d+"),
     "flipped bit": (in_shard(flip), r"rank_00000\.safetensors has crc32 \w{8} instead of \w{8}"),
-    "missing": (in_shard(Path.unlink), r"rank_00000\.safetensors is missing \(\d+ bytes expec"),
-    "edited": (in_manifest(edit, world=7), r"was changed after it was saved: its checksum is \w+"),
+    "missing": (in_shard(Path.unlink), r"rank_00000\.safetensors is missing"),
+    "edited": (in_manifest(edit, world=7), "was changed after it was saved"),
     "no text": (manifest_of(b"\xff\x00"), "is not JSON"),
     "a list": (manifest_of(b"[]"), "describes no checkpoint"),
     "renamed": (in_manifest(rewrite, step=1), "says step 1, so the directory was renamed"),
@@ -81,7 +78,10 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize(("name", "where"), one_at_a_time(DAMAGE, ["{}", "file://{}"]))
+SOME = [*((name, "{}") for name in DAMAGE), ("truncated", "file://{}")]
+
+
+@pytest.mark.parametrize(("name", "where"), first_of(SOME, product(DAMAGE, ["{}", "file://{}"])))
 def test_what_is_damaged_is_passed_over_and_refused_where_asked_for(tmp_path, caplog, name, where):
     url, (damage, message) = where.format(tmp_path), DAMAGE[name]
     save(url, 2)
@@ -126,39 +126,42 @@ def test_without_a_checkpoint_the_state_itself_comes_back(tmp_path, caplog, wher
     assert "is a checkpoint itself; name the folder that holds it" in load(half)
 
 
-def test_another_format_is_refused_rather_than_skipped(tmp_path):
-    save(tmp_path, 1, 2)
-    rewrite(tmp_path / "step_00000002", lambda manifest: manifest.update(format=99))
-    assert re.search(r"2 has format 99, and this version of .* format 3", load(tmp_path))
-
-
-def test_pipes_in_a_checkpoint_do_not_hang(tmp_path):
-    save(tmp_path, 1, 2)
-    for path in [*(tmp_path / "step_00000002").iterdir()]:
+def pipes(folder):
+    for path in [*folder.iterdir()]:
         path.unlink()
         os.mkfifo(path)
-    os.mkfifo(tmp_path / "step_00000003")
-    assert "Not a regular file" in load(tmp_path)
+    os.mkfifo(folder.with_name("step_00000003"))
+
+
+NOT_PASSED_OVER = {
+    "of another format": (in_manifest(rewrite, format=99), "2 has format 99, and .* format 3"),
+    "pipes, which would hang": (pipes, "Not a regular file"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), NOT_PASSED_OVER.values(), ids=NOT_PASSED_OVER)
+def test_what_may_be_good_is_refused_rather_than_passed_over(tmp_path, change, message):
+    save(tmp_path, 1, 2)
+    change(tmp_path / "step_00000002")
+    assert re.search(message, load(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank_00000.safetensors"])
 def test_no_older_checkpoint_is_taken_for_one_that_cannot_be_read(tmp_path, monkeypatch, name):
     """As over a network: for a moment, which costs no step, and for longer."""
     save(tmp_path, 1, 2)
-    real, left, pauses = os.open, [2], []
+    real, failures, pauses = os.open, [2], []
 
     def opened(path, *args, **kwargs):
-        if str(path).endswith(f"step_00000002/{name}") and left[0]:
-            left[0] -= 1
+        if str(path).endswith(f"step_00000002/{name}") and len(pauses) < failures[0]:
             raise OSError(errno.EIO, "Input/output error")
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", opened)
     monkeypatch.setattr(time, "sleep", pauses.append)
     assert load(tmp_path) == 2
-    assert len(pauses) == 2
     assert pauses[0] < pauses[1]
-    left[0] = 10**6
+    failures[0] = 10**6
     assert re.search(f"{name} cannot be read: .* choose another", load(tmp_path))
 
 
@@ -212,9 +215,7 @@ def test_whichever_sync_fails_the_newest_committed_one_is_whole(tmp_path, monkey
         directory = tmp_path / str(failing[0])
         shutil.copytree(tmp_path / "good", directory, symlinks=True)
         if failing[0] < syncs:  # until the new name is durable; then comes `latest`
-            with pytest.raises(
-                fk.CheckpointError, match=r"No sync\. Checkpoints that .*\d is good"
-            ):
+            with pytest.raises(fk.CheckpointError, match=r"No sync\. .*\d is good"):
                 save(directory, 2, keep=1)
             assert (directory / "step_00000001").exists()  # nothing older is deleted for it
         else:
@@ -227,21 +228,26 @@ def test_whichever_sync_fails_the_newest_committed_one_is_whole(tmp_path, monkey
     assert newest == [1] * (syncs - 2) + [2] * 2
 
 
+def refuse(monkeypatch, owner, name, condition, number):
+    """Let a call fail whose first argument meets a condition."""
+    real = getattr(owner, name)
+
+    def call(first, *rest):
+        if condition(first):
+            raise OSError(number, os.strerror(number))
+        return real(first, *rest)
+
+    monkeypatch.setattr(owner, name, call)
+
+
 def test_failing_to_replace_a_step_keeps_the_one_that_was_there(tmp_path, monkeypatch):
     save(tmp_path, 2)
-    rename = Path.rename
-
-    def fail_from_temporary(path, target):  # where names cannot be exchanged
-        if path.name.endswith(".new"):
-            raise OSError(errno.EIO, "Input/output error", str(path))
-        return rename(path, target)
-
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: None)
-    monkeypatch.setattr(Path, "rename", fail_from_temporary)
+    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: None)  # names cannot be exchanged
+    refuse(monkeypatch, Path, "rename", lambda path: path.name.endswith(".new"), errno.EIO)
     with pytest.raises(fk.CheckpointError, match="Input/output error"):
         fk.checkpoint_save(build(seed=1, step=2), tmp_path, blocking=True)
-    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000002"]
     assert load(tmp_path) == 2
+    assert sorted(os.listdir(tmp_path)) == ["latest", "step_00000002"]
 
 
 def latest_is_a_directory(directory, monkeypatch):
@@ -250,14 +256,7 @@ def latest_is_a_directory(directory, monkeypatch):
 
 
 def no_directory_sync(directory, monkeypatch):
-    fsync = os.fsync
-
-    def refuse(descriptor):
-        if is_directory(descriptor):
-            raise OSError(errno.EINVAL, "Invalid argument")
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", refuse)
+    refuse(monkeypatch, os, "fsync", is_directory, errno.EINVAL)
 
 
 def an_unreadable_manifest(directory, monkeypatch):
@@ -267,14 +266,7 @@ def an_unreadable_manifest(directory, monkeypatch):
 
 
 def an_old_one_stays(directory, monkeypatch):
-    rename = Path.rename
-
-    def refuse_first(path, target):
-        if path.name == "step_00000001":
-            raise OSError(errno.EACCES, "Permission denied")
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", refuse_first)
+    refuse(monkeypatch, Path, "rename", lambda path: path.name == "step_00000001", errno.EACCES)
 
 
 COMMITTED = {

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import attrs
 import pytest
 import torch
-from lab import SPEC
+from covering import first_of
+from lab import SPEC, alone
 from pool import run_again
 from torch import nn
 
@@ -78,21 +79,17 @@ class Mixing(fk.Transformer):
         return super().forward(input_ids, **options).cumsum(1)
 
 
-class MixingBlock(fk.Transformer):
+class Beside(nn.Sequential):
     """A block that mixes positions by itself."""
 
-    def __init__(self, spec):
-        super().__init__(spec)
-        self.layers[1] = Beside(self.layers[1])
-
-
-class Beside(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
     def forward(self, x, *args):
-        return self.block(x, *args) + 0.5 * x.cumsum(1)
+        return self[0](x, *args) + 0.5 * x.cumsum(1)
+
+
+def mixing_block(spec):
+    model = fk.Transformer(spec)
+    model.layers[1] = Beside(model.layers[1])
+    return model
 
 
 class Answering(fk.Transformer):
@@ -104,11 +101,10 @@ class Answering(fk.Transformer):
 
 MODELS = {
     "beyond max_seq_len": (16, fk.Transformer, {}),
-    "as many keys as queries": (6, fk.Transformer, {"kv_heads": SPEC.heads, "qk_norm": False}),
-    "tied": (16, fk.Transformer, {"tied": True}),
-    "experts": (6, fk.Transformer, {"moe": MOE}),
+    "tied, as many keys as queries": (6, fk.Transformer, {"kv_heads": 6, "tied": True}),
+    "experts": (6, fk.Transformer, {"moe": MOE, "qk_norm": False}),
     "a model that mixes positions": (6, Mixing, {}),
-    "a block that does": (6, MixingBlock, {}),
+    "a block that does": (6, mixing_block, {}),
     "logits in an object": (6, Answering, {}),
 }
 
@@ -169,19 +165,14 @@ def test_a_new_token_costs_one_position():
     model.layers[1].register_forward_pre_hook(lambda _, args: seen.append(tuple(args[0].shape[:2])))
     fk.generate(model, RAGGED, max_new_tokens=5)
     assert seen == [(3, 5), (3, 1), (3, 1), (3, 1), (3, 1)]
-    assert all("attend" not in str(type(layer.attention.attend)) for layer in model.layers)
     assert model.layers[0].attention.attend is transformer().layers[0].attention.attend
 
 
 def test_rows_end_with_a_sequence_that_they_have_produced():
-    prompts = [[2], [5, 6], [1, 9]]
     options = {"max_new_tokens": 9, "temperature": 0, "stop": [[6, 7], [3]]}
-    found = fk.generate(Chain(), [torch.tensor(p) for p in prompts], **options)
-    assert [row.tolist() for row in found] == [
-        [2, 3],
-        [5, 6, 7, 8, 9, 0, 1, 2, 3],  # the 6 was in the prompt
-        [1, 9, 0, 1, 2, 3],
-    ]
+    found = fk.generate(Chain(), [[2], [5, 6], [1, 9]], **options)
+    through_3 = [5, 6, 7, 8, 9, 0, 1, 2, 3]  # the 6 was in the prompt
+    assert [row.tolist() for row in found] == [[2, 3], through_3, [1, 9, 0, 1, 2, 3]]
     square = fk.generate(Chain(), torch.tensor([[2], [5]]), **options, log_probs=True)
     assert square.ids.tolist() == [[2, 3, 3], [5, 6, 7]]
     assert square.log_probs[0, 1] == 0
@@ -191,8 +182,6 @@ def test_rows_end_with_a_sequence_that_they_have_produced():
     found = fk.generate(Chain(), [[4], [1, 2], [8]], **options, log_probs=True)
     assert [row.tolist() for row in found.ids] == [[4, 5], [1, 2, 3, 4, 5], [8, 9, 0, 1, 2]]
     assert [len(row) for row in found.log_probs] == [1, 3, 4]
-    square = fk.generate(Chain(), torch.tensor([[2], [4], [3]]), **options)
-    assert square.tolist() == [[2, 3, 4, 5], [4, 5, 5, 5], [3, 4, 5, 5]]
 
 
 DRAWN = [
@@ -201,9 +190,8 @@ DRAWN = [
     ({"temperature": 2.0, "top_k": 2}, [0.5**0.5, 0.3**0.5, 0.0]),
     ({"top_k": 99}, [0.5, 0.3, 0.2]),
     # A nucleus is the fewest tokens with that share.
-    *(({"top_p": p}, [0.5, 0.0, 0.0]) for p in (0.01, 0.5)),
-    *(({"top_p": p}, [0.5, 0.3, 0.0]) for p in (0.55, 0.8)),
-    ({"top_p": 0.81}, [0.5, 0.3, 0.2]),
+    ({"top_p": 0.5}, [0.5, 0.0, 0.0]),
+    *(({"top_p": p}, [0.5, 0.3, 0.0]) for p in (0.51, 0.8)),
 ]
 
 
@@ -217,11 +205,11 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(options, expected):
 
 
 WRONG = {
-    r"prompts have shapes \[\(\), \(\), \(\)\]; they must be \[b s\]": {"prompts": torch.zeros(3)},
+    "prompts have shapes": {"prompts": torch.zeros(3)},
     "temperature -0.5 must not be negative": {"temperature": -0.5},
     "top_k 0 must be at least 1": {"top_k": 0},
     "top_p 0.0 must be above 0 and at most 1": {"top_p": 0.0},
-    r"stop holds \[\]; it must hold sequences of at least one": {"stop": [[]]},
+    "stop holds": {"stop": [[]]},
     "log_probs=True with top_k None and top_p 0.9": {"top_p": 0.9, "log_probs": True},
     "there are 3 samples for 2 prompts": {"samples": [1, 2, 3]},
 }
@@ -235,6 +223,14 @@ def test_arguments_out_of_range_are_refused(message):
 
 UNEVEN = [[RAGGED[1]], [], RAGGED, [RAGGED[2], RAGGED[0]]]
 """Prompts by data rank, of which one has none."""
+
+
+GROUPS = [
+    (2, {"dp_shard": 2, "ep": 2}),
+    (4, {"dp_shard": 2, "tp": 2}),
+    (2, {"dp_replicate": 2, "dp_shard": 1}),
+    (4, {"dp_shard": 2, "cp": 2}),
+]
 
 
 def _of_its_own(rank, world, sizes, count):
@@ -252,12 +248,7 @@ def _of_its_own(rank, world, sizes, count):
 
 @pytest.mark.parametrize(
     ("world", "sizes"),
-    [
-        (2, {"dp_shard": 2, "ep": 2}),
-        pytest.param(4, {"dp_shard": 2, "tp": 2}, marks=pytest.mark.oracle),
-        pytest.param(2, {"dp_replicate": 2, "dp_shard": 1}, marks=pytest.mark.oracle),
-        pytest.param(4, {"dp_shard": 2, "cp": 2}, marks=pytest.mark.oracle),
-    ],
+    first_of(GROUPS[:1], GROUPS),
     ids=str,
 )
 def test_ranks_of_the_data_continue_prompts_of_their_own(world, sizes):
@@ -279,6 +270,7 @@ WRONG_ON_ONE = [
     ({"dp_shard": 2}, NAN, r"NaN or infinite in 1 of 2 rows, the first of them 1"),
     ({"tp": 2}, [{}, {"prompts": PROMPT.flip(0)}], r"^ranks 0 to 1 share .* \(tp 2, cp 1\)"),
     ({"cp": 2}, [{}, {"top_k": 2}], r"^ranks 0 to 1 share their sequences \(tp 1, cp 2\)"),
+    ({"pp": 2}, [{}, {}], "split into pipeline stages.*layout with pp=1"),
 ]
 
 
@@ -288,10 +280,9 @@ def _asked_wrongly(rank, _world):
         model = transformer(vocab_size=40)
         if options is NAN:
             nn.init.constant_(model.embedding.weight[0], float("nan"))
-        model = fk.parallelize(model, mesh)
         asked = {"prompts": PROMPT, "max_new_tokens": 2, **options[rank]}
         with pytest.raises(ValueError, match=message):
-            fk.generate(model, **asked)
+            fk.generate(fk.parallelize(model, mesh), **asked)
 
 
 def test_what_is_wrong_on_one_rank_is_raised_on_all():
@@ -314,31 +305,26 @@ def test_a_sample_is_kept_under_its_step_by_the_first_rank(tmp_path, monkeypatch
     monkeypatch.setenv("WORLD_SIZE", "2")
     model = nn.Sequential(Chain(), nn.Linear(10, 10, bias=False))
     nn.init.eye_(model[1].weight)
-    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
-    state = attrs.evolve(state, step=120)
+    state = fk.donate(alone(model), step=120)
     text = fk.run.write_sample(state, tmp_path, Letters(), "cd", temperature=0, max_new_tokens=3)
-    kept = {str(p.relative_to(tmp_path)): p.read_text() for p in tmp_path.rglob("*.txt")}
+    kept = {path.name: path.read_text() for path in tmp_path.glob("samples/*")}
     assert text == "cdefg"
-    assert kept == ({"samples/step_00000120.txt": "cdefg"} if rank == 0 else {})
+    assert kept == ({"step_00000120.txt": "cdefg"} if rank == 0 else {})
 
 
 def _laid_out(rank, world, sizes):
     mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **sizes}), device="cpu")
     model = fk.parallelize(transformer(vocab_size=40), mesh)
-    if "pp" in sizes:
-        with pytest.raises(ValueError, match=r"split into pipeline stages.*layout with pp=1"):
-            fk.generate(model, PROMPT, max_new_tokens=1)
-        return None
     return fk.generate(model, RAGGED, max_new_tokens=13, temperature=0)
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}, {"pp": 2}], ids=str)
+@pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}], ids=str)
 def test_every_rank_of_a_layout_continues_alike_whatever_the_length(sizes):
     """Three positions are no multiple of two ranks; later ones go beyond max_seq_len."""
     model = transformer(vocab_size=40)
     expected = [greedy(model, prompt[None], 13)[0] for prompt in RAGGED]
     for found in run_again(_laid_out, 2, sizes):
-        assert found is None or all(map(torch.equal, found, expected))
+        assert all(map(torch.equal, found, expected))
 
 
 def test_nothing_is_compiled_for_each_length_also_beyond_the_longest_sequence():
