@@ -90,14 +90,10 @@ def move(model: nn.Module) -> nn.Module:
     return model
 
 
-DENSE_SCALES = {
-    **{"query": 4.0, "key": 4.0, "value": 4.0, "gate": 7.0, "down": 16 / 3},
-    **{"output": 4.0, "up": 8 / 2**0.5},
-}
-EXPERT_SCALES = {
-    **{"query": 4.0, "shared.down": 4.0},
-    **{"experts.gate": 4.0, "experts.up": 4.0, "experts.down": 8 / 6},
-}
+DENSE_SCALES = {"query": 4.0, "key": 4.0, "value": 4.0, "gate": 7.0, "down": 16 / 3}
+DENSE_SCALES |= {"output": 4.0, "up": 8 / 2**0.5}
+EXPERT_SCALES = {"query": 4.0, "shared.down": 4.0, "experts.down": 8 / 6}
+EXPERT_SCALES |= {"experts.gate": 4.0, "experts.up": 4.0}
 """By the end of a matrix's name what the product of its factors is multiplied by, written out."""
 
 
@@ -133,5 +129,3 @@ def reference(kind: str, world: int) -> dict[str, Tensor]:
         return lab.torch_loss(lambda ids: functional_call(base, weights, (ids,)), batch)
 
     return lab.reference_gradients(move(build(kind)), batches_of(world), summed_loss)[0]
-
-

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+
 def first_of(chosen: Sequence[tuple[Any, ...]], every: Iterable[tuple[Any, ...]]) -> list[Any]:
     """``every`` combination as parameters; those that are not chosen are marked ``oracle``."""
     rest = [row for row in every if row not in chosen]

@@ -33,6 +33,7 @@ from forgekit.cli import recipes_folder
 PATIENCE_S = 150
 """With a job that writes nothing: on a busy machine it is slow, but it goes on."""
 POLL_S = 0.005
+MODEL = {"vocab_size": 64, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64}
 TINY = {
     "device": "cpu",
     "log_every": 1,
@@ -42,14 +43,9 @@ TINY = {
     "batch_size": 4,
     "optim.warmup": 5,
     "data.seq_len": 16,
-    "data.workers": 1,
-    "model.vocab_size": 64,
-    "model.dim": 32,
-    "model.layers": 2,
-    "model.heads": 4,
-    "model.kv_heads": 2,
-    "model.ffn_dim": 64,
     "model.max_seq_len": 16,
+    "data.workers": 1,
+    **{f"model.{name}": size for name, size in MODEL.items()},
 }
 
 

@@ -18,6 +18,7 @@ import forgekit as fk
 from forgekit.checkpoints.directory import format_manifest
 from forgekit.checkpoints.state_dict import model_tensors
 
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1, fused=True)
 

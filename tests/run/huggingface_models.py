@@ -20,54 +20,34 @@ SIZES = {
     "initializer_range": 0.2,
     "tie_word_embeddings": False,
 }
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 16,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 500.0,
-    "factor": 2.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 4.0,
-    "beta_slow": 1.0,
-}
-QWEN_MOE = {
-    "moe_intermediate_size": 12,
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "decoder_sparse_step": 2,
-    "head_dim": 16,
-    "norm_topk_prob": True,
-}
+YARN = {"factor": 2.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 1.0}
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+EXPERTS = {"moe_intermediate_size": 12, "norm_topk_prob": True, "head_dim": 16}
+QWEN_MOE = {**EXPERTS, "num_experts": 6, "num_experts_per_tok": 3, "decoder_sparse_step": 2}
 DOTS = {
-    "moe_intermediate_size": 12,
+    **EXPERTS,
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
-    "norm_topk_prob": True,
-    "head_dim": 16,
     "layer_types": ["full_attention"] * 3,
 }
+
+
+def rope(kind, **values):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **values}}
+
+
 MODELS = {
     "Llama": {},
     "Llama tied": {"tie_word_embeddings": True},
     "Llama head_dim": {"head_dim": 12},
-    "Llama linear": {
-        "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 300.0}
-    },
-    "Llama llama3": {"rope_parameters": LLAMA3},
-    "Llama yarn": {"rope_parameters": YARN},
-    "Llama yarn, attention_factor": {"rope_parameters": {**YARN, "attention_factor": 1.3}},
-    "Llama yarn, mscale": {
-        "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.4, "truncate": False}
-    },
+    "Llama linear": rope("linear", factor=3.0),
+    "Llama llama3": rope("llama3", factor=4.0, **BANDS),
+    "Llama yarn": rope("yarn", **YARN),
+    "Llama yarn, attention_factor": rope("yarn", **YARN, attention_factor=1.3),
+    "Llama yarn, mscale": rope("yarn", **YARN, mscale=0.7, mscale_all_dim=1.4, truncate=False),
     "Mistral": {"sliding_window": 24, "max_position_embeddings": 24},
     "Qwen3": {"head_dim": 16, "tie_word_embeddings": True},
     "Qwen3 untied": {"head_dim": 16},
@@ -88,9 +68,8 @@ def make_model(kind, dtype=torch.float32, **options):
     import transformers
 
     name = kind.split()[0]
-    config = getattr(transformers, f"{name}Config")(
-        **{**SIZES, **{**MODELS, **MORE}[kind], **options}
-    )
+    options = SIZES | (MODELS | MORE)[kind] | options
+    config = getattr(transformers, f"{name}Config")(**options)
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     generator = torch.Generator().manual_seed(2)

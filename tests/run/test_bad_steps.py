@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from itertools import islice
 
 import attrs
 import pytest
 import torch
-from lab import full_tensors
+from lab import alone, full_tensors, lay_out
 from pool import run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -34,14 +33,12 @@ def test_raise_counts_bad_steps_until_a_good_row():
         check(row(40, 1))
 
 
-@pytest.mark.parametrize(("policy", "lines"), [("warn", 2), ("skip", 0)])
-def test_the_other_policies_go_on(policy, lines, caplog):
+@pytest.mark.parametrize(("policy", "warned"), [("warn", [3, 5]), ("skip", [])])
+def test_the_other_policies_go_on(policy, warned, caplog):
     check = bad_step_policy(policy)
-    with caplog.at_level(logging.WARNING, logger="forgekit"):
-        for number, skipped in enumerate([0, 3, 0, 5]):
-            check(row(number, skipped))
-    assert len(caplog.messages) == lines
-    assert caplog.messages[:1] == ["3 bad steps since the last row, at step 1"] * (lines > 0)
+    for number, skipped in enumerate([0, 3, 0, 5]):
+        check(row(number, skipped))
+    assert [int(message.split()[0]) for message in caplog.messages] == warned
 
 
 def test_roll_back_asks_for_bad_steps_one_after_another():
@@ -49,25 +46,17 @@ def test_roll_back_asks_for_bad_steps_one_after_another():
     assert [check(one) for one in (row(10, 5, 2), None, row(20, 1, 3))] == [False, False, True]
 
 
-@attrs.frozen
-class Rows:
-    """Noisy lines; the rows at some places are infinite."""
-
-    broken: frozenset[int] = frozenset()
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, index: int) -> TensorDict:
-        x = torch.randn(3, generator=torch.Generator().manual_seed(index))
-        y = torch.full((), torch.inf) if index in self.broken else x.sum()
-        return TensorDict({"row": torch.tensor(index), "x": x, "y": y})
+def rows(broken=()):
+    """Noisy lines; some of them are infinite."""
+    x = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(0))
+    y = x.sum(1)
+    y[list(broken)] = torch.inf
+    return [TensorDict({"row": torch.tensor(row), "x": x[row], "y": y[row]}) for row in range(ROWS)]
 
 
-def broken_rows(start, count, seed=0):
+def broken_rows(start, count):
     """The rows of some samples, in the order of a loader."""
-    loader = fk.make_loader(Rows(), seed=seed)
-    return frozenset(index for _, index in loader.locate(start, start + count))
+    return [index for _, index in fk.make_loader(rows()).locate(start, start + count)]
 
 
 def square_loss(model, batch):
@@ -75,25 +64,19 @@ def square_loss(model, batch):
     return fk.Loss(error.sum(), error.numel())
 
 
-def build(mesh=None):
+def build(world=1):
     torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    model = model if mesh is None else fk.parallelize(model, mesh)
-    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    return fk.TrainState.create(model, optimizer, mesh=mesh)
+    return lay_out(nn.Linear(3, 1), build=sgd) if world > 1 else alone(nn.Linear(3, 1), sgd)
 
 
-def make_loader(state, dataset, skip=None):
-    rank, world = fk.data_ranks(state.mesh)
-    skip = state.skips if skip is None else skip
-    where = {"rank": rank, "world": world, "workers": 1, "start": state.samples, "skip": skip}
-    return fk.make_loader(dataset, BATCH // world, **where)
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), momentum=0.9)
 
 
-def train(dataset, steps, out=None, *, mesh=None, every=1, skip=None):
+def train(dataset, steps, out=None, *, world=1, every=1, skips=()):
     """A recipe's loop; returns the state and the rows that each step saw."""
-    state, seen = build(mesh), {}
-    loader = make_loader(state, dataset, skip)
+    state, seen = fk.donate(build(world), skips=skips), {}
+    loader = fk.train_loader(state, dataset, BATCH // world, workers=1)
     step = fk.make_step(square_loss, schedule=fk.constant(0.05))
     check = bad_step_policy("roll_back", patience=3)
     is_writer = out is not None and fk.process_rank() == 0
@@ -114,8 +97,7 @@ def train(dataset, steps, out=None, *, mesh=None, every=1, skip=None):
 
 
 def _on_ranks(rank, world, out):
-    mesh = fk.build_mesh(device="cpu")
-    state, _ = train(Rows(broken_rows(28, 12)), 16, out, mesh=mesh)
+    state, _ = train(rows(broken_rows(28, 12)), 16, out, world=world)
     with pytest.raises(ValueError, match="step 16 was good, so there is nothing to roll back from"):
         roll_back(state, out / "checkpoints")
     return state.skips, state.samples, int(state.targets), full_tensors(state.model)
@@ -123,7 +105,7 @@ def _on_ranks(rank, world, out):
 
 def test_two_ranks_go_back_together_to_what_one_process_finds(tmp_path):
     here, there = run_ranks(_on_ranks, 2, tmp_path)
-    expected, _ = train(Rows(), 16, skip=[(28, 12)])
+    expected, _ = train(rows(), 16, skips=((28, 12),))
     for skips, samples, targets, tensors in (here, there):
         assert (skips, samples, targets) == (((28, 12),), 64, 64)
         for name, tensor in full_tensors(expected.model).items():
@@ -142,11 +124,7 @@ def test_a_way_back_counts_earlier_ones_and_keeps_what_they_left_out(tmp_path):
     """The checkpoint is older than they are."""
     fk.checkpoint_save(build(), tmp_path, blocking=True)
     state = bad_state(step=8, bad=2, skips=((16, 8), (32, 4)))
-    message = (
-        "the 2 bad steps up to step 8 would roll this run back again, after 2 times; 2 are "
-        "allowed. Lower the learning rate, look at bad_steps.jsonl, or allow more"
-    )
-    with pytest.raises(BadStepError, match=message):
+    with pytest.raises(BadStepError, match="would roll this run back again, after 2 times; 2"):
         roll_back(state, tmp_path, times=2)
     state = roll_back(state, tmp_path)
     assert (state.step, state.samples, state.skips) == (0, 0, ((16, 8), (32, 4), (24, 8)))
@@ -168,18 +146,14 @@ def test_checkpoints_of_the_bad_time_go_and_damaged_ones_are_passed_over(tmp_pat
 
 def test_without_a_good_checkpoint_there_is_no_way_back(tmp_path):
     state = bad_state(step=2, bad=2)
-    message = (
-        "^the 2 bad steps up to step 2 cannot be rolled back: .* has no good checkpoint of step 0 "
-        "or before; it has none.*Save more often, or save step 0"
-    )
-    with pytest.raises(BadStepError, match=message):
+    with pytest.raises(BadStepError, match="no good checkpoint of step 0 or before; it has none"):
         roll_back(state, tmp_path)
     assert state.step == 2
 
 
 def test_bad_steps_are_written_down_with_their_rows(tmp_path):
-    broken = broken_rows(20, 4) | broken_rows(32, 4)
-    _, seen = train(Rows(broken), 12, tmp_path, every=3)
+    broken = broken_rows(20, 4) + broken_rows(32, 4)
+    _, seen = train(rows(broken), 12, tmp_path, every=3)
     found = read_bad_steps(tmp_path)
     assert [(bad["step"], bad["samples"]) for bad in found] == [(6, [20, 24]), (9, [32, 36])]
     assert [bad["rows"] for bad in found] == [seen[5], seen[8]]
@@ -188,7 +162,7 @@ def test_bad_steps_are_written_down_with_their_rows(tmp_path):
 
 def test_bad_steps_of_a_mixture_name_their_sources(tmp_path):
     order = fk.make_order({"a": ROWS, "b": ROWS})
-    dataset = fk.mixture_dataset({"a": Rows(), "b": Rows(frozenset(range(ROWS)))}, order)
+    dataset = fk.mixture_dataset({"a": rows(), "b": rows(range(ROWS))}, order)
     train(dataset, 2, tmp_path)
     first, _ = read_bad_steps(tmp_path)
     assert list(zip(first["sources"], first["rows"], strict=True)) == [order(i) for i in range(4)]
@@ -196,10 +170,10 @@ def test_bad_steps_of_a_mixture_name_their_sources(tmp_path):
 
 def test_a_way_back_over_another_batch_size_leaves_out_the_samples_of_the_bad_steps(tmp_path):
     """Four steps of 4 rows, then steps of 12; bad are a part of the fourth and all later ones."""
-    dataset, state = Rows(broken_rows(14, 80)), build()
+    dataset, state = rows(broken_rows(14, 80)), build()
     step = fk.make_step(square_loss, schedule=fk.constant(0.05))
     for micro_batches in (1, 1, 3):
-        with make_loader(state, dataset) as loader:
+        with fk.train_loader(state, dataset, BATCH, workers=1) as loader:
             for batches in islice(fk.groups(loader, micro_batches), 2):
                 state, _ = step(state, batches)
         fk.checkpoint_save(state, tmp_path, keep=None, blocking=True)
@@ -232,8 +206,7 @@ def test_a_way_back_with_a_stream_is_refused_before_anything_is_deleted(tmp_path
     for step in (1, 2):
         state = bad_state(state, step=step, bad=step - 1)
         fk.checkpoint_save(state, tmp_path, blocking=True)
-    message = r"^the state has the stream 'stream', .* would break the run again\. Use bad_step_pol"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="the state has the stream 'stream', "):
         roll_back(state, tmp_path)
     assert len([*tmp_path.glob("step_*")]) == 2
     with fk.open_run(tmp_path / "run", {}) as run:

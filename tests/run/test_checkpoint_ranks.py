@@ -184,9 +184,9 @@ def _stream(rank, world, directory):
         state = fk.checkpoint_load(state, directory)
         with state.stream:
             assert go_on(state, 3) == following
-    with pytest.raises(fk.CheckpointError, match="rank 1: .* that of reader 1 of 2, and this is"):
+    with pytest.raises(fk.CheckpointError, match=r"rank 1: .* that of reader 1 of 2, and this is"):
         fk.checkpoint_load(streaming(world, stream_of(0, world)), directory)
-    with pytest.raises(fk.CheckpointError, match="rank 0: .* position is in other documents"):
+    with pytest.raises(fk.CheckpointError, match=r"rank 0: .* position is in other documents"):
         fk.checkpoint_load(streaming(world, stream_of(rank, world, seed=1)), directory)
     return first, following
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from crash_states import recorded, replay
+from lab import alone, lay_out
 from pool import run_again
 from saved import everything
 from torch import nn
@@ -24,12 +25,9 @@ def report(count, text):
     assert count > 30
 
 
-def net(seed, mesh=None):
+def net(seed, create=alone):
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 2, bias=False)).double()
-    if mesh is not None:
-        fk.parallelize(model, mesh)
-    return fk.TrainState.create(model, torch.optim.Adam(model.parameters(), lr=0.1), mesh=mesh)
+    return create(nn.Sequential(nn.Linear(4, 2, bias=False)).double())
 
 
 def trained(state):
@@ -45,8 +43,7 @@ def digest(state):
 
 
 def digest_of(tensors):
-    content = b"".join(tensor.numpy().tobytes() for tensor in tensors)
-    return hashlib.sha256(content).hexdigest()
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()
 
 
 def load(root):
@@ -56,6 +53,7 @@ def load(root):
 
 def save(state, recorder, directory, rank=0, *, blocking=False, turns="new new again"):
     """Saves with ``keep=1``, and of the same step once more with other values."""
+    mark = recorder.mark if rank == 0 else lambda *_: None
     for turn in turns.split():
         if turn == "new":
             state = trained(state)
@@ -63,11 +61,9 @@ def save(state, recorder, directory, rank=0, *, blocking=False, turns="new new a
             with torch.no_grad():
                 next(iter(state.model.parameters())).add_(1.0)
         value = digest(state)
-        if rank == 0:
-            recorder.mark("begun", value)
+        mark("begun", value)
         fk.checkpoint_save(state, directory, keep=1, blocking=blocking).wait()
-        if rank == 0:
-            recorder.mark("reported", value)
+        mark("reported", value)
 
 
 def without_exchanges(monkeypatch):
@@ -90,8 +86,7 @@ def test_a_checkpoint_that_was_reported_is_loaded_after_any_crash(tmp_path, exch
 
 def save_on_two(rank, world, folder):
     folder = Path(folder)
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
-    state = net(0, mesh)
+    state = net(0, lay_out)
     with recorded(folder / "root", folder / "log") as recorder:
         directory = folder / "root" / "runs" / "a" / "checkpoints"
         save(state, recorder, directory, rank, turns="new")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from adapted import batches_of, build, loss_fn, move
-from lab import full
+from lab import alone, full_tensors, is_kept, lay_out, relative_error
 from pool import run_again
 
 import forgekit as fk
@@ -14,30 +14,31 @@ from forgekit.run import relora
 IDS = torch.arange(20).reshape(2, 10)
 
 
-def train(kind, steps, every, mesh=None, turn=0, ranks=1):
-    model = build(kind) if mesh is None else fk.parallelize(build(kind), mesh)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    step = fk.make_step(loss_fn, schedule=fk.constant(0.01))
-    batches = [batch for row in batches_of(2) for batch in row][turn::ranks]
-    for _ in range(steps):
-        state, _ = step(state, batches)
-        state = relora(state, every=every)
-    return state
+STEP = fk.make_step(loss_fn, schedule=fk.constant(0.01))
+BATCHES = [row[0] for row in batches_of(1)]
+
+
+def train(rank=0, world=1):
+    """Parameters after three steps, with new adapters after the second."""
+    state = lay_out(build("dense")) if world > 1 else alone(build("dense"))
+    batches = [batch for row in batches_of(2) for batch in row][rank::world]
+    for _ in range(3):
+        state, _ = STEP(state, batches)
+        state = relora(state, every=2)
+    return full_tensors(state.model)
 
 
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_a_merge_for_good_changes_no_logits_and_starts_anew(kind):
     model = move(build(kind))
-    state = fk.TrainState.create(model, fk.adamw(model))
-    step = fk.make_step(loss_fn, schedule=fk.constant(0.01))
+    state = alone(model)
     with pytest.raises(ValueError, match="every 0 must be at least 1"):
         relora(state, every=0)
     for _ in range(2):
-        state, _ = step(state, [row[0] for row in batches_of(1)])
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    logits, old = model(IDS), state
+        state, _ = STEP(state, BATCHES)
+    before, logits, old = full_tensors(model), model(IDS), state
     state = relora(state, every=3)
-    assert all(torch.equal(p, before[n]) for n, p in model.named_parameters())
+    assert is_kept(model, before)
     assert len(state.optimizer.state) == sum("lora_" in name for name in before)
     with pytest.raises(fk.DonatedStateError, match="was donated"):
         _ = old.step
@@ -52,11 +53,10 @@ def test_a_merge_for_good_changes_no_logits_and_starts_anew(kind):
     changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     adapted = {n.replace("lora_A", "weight") for n in before if n.endswith(".lora_A")}
     assert adapted <= changed
-    first = dict(model.named_parameters())["layers.0.attention.query.lora_A"].detach().clone()
-    state, _ = step(state, [row[0] for row in batches_of(1)])
+    first = model.layers[0].attention.query.lora_A.detach().clone()
+    state, _ = STEP(state, BATCHES)
     relora(state, every=3)
-    again = dict(model.named_parameters())["layers.0.attention.query.lora_A"]
-    assert not torch.isclose(again, first).any()
+    assert not torch.isclose(model.layers[0].attention.query.lora_A, first).any()
 
 
 @pytest.mark.parametrize(("rule", "share"), [(fk.EMA(0.9), 0.1), (fk.UniformAverage(1), 1.0)])
@@ -64,17 +64,15 @@ def test_the_average_of_the_weights_begins_again_with_the_new_adapters(rule, sha
     """What it held were factors whose product is in the base by then."""
     model = move(build("dense"))
     state = fk.TrainState.create(model, fk.adamw(model), average=rule)
-    step = fk.make_step(loss_fn, schedule=fk.constant(0.01))
-    batches = [row[0] for row in batches_of(1)]
     for _ in range(4):
-        state, _ = step(state, batches)
+        state, _ = STEP(state, BATCHES)
     state = relora(state, every=4)
     expected = model(IDS)
     with fk.averaged(state):
         assert torch.allclose(model(IDS), expected, rtol=0, atol=1e-12)
-    before = {n: p.detach().clone() for n, p in model.named_parameters()}
-    state, _ = step(state, batches)
-    after = {n: p.detach().clone() for n, p in model.named_parameters()}
+    before = full_tensors(model)
+    state, _ = STEP(state, BATCHES)
+    after = full_tensors(model)
     with fk.averaged(state):
         for name, parameter in model.named_parameters():
             mean = torch.lerp(before[name], after[name], share)
@@ -82,14 +80,5 @@ def test_the_average_of_the_weights_begins_again_with_the_new_adapters(rule, sha
     assert any((after[n] - p).abs().max() > 1e-3 for n, p in before.items())
 
 
-def sharded(rank, world):
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=2), device="cpu")
-    state = train("dense", 3, 2, mesh, rank, world)
-    return {n: full(p).detach() for n, p in state.model.named_parameters()}
-
-
 def test_every_layout_starts_the_same_adapters():
-    expected = {n: p.detach() for n, p in train("dense", 3, 2).model.named_parameters()}
-    found = run_again(sharded, 2)[0]
-    worst = max(float((found[n] - expected[n]).abs().max()) for n in expected)
-    assert worst < 1e-9
+    assert relative_error(run_again(train, 2)[0], train()) < 1e-9

@@ -70,10 +70,9 @@ def test_without_a_state_running_saves_are_waited_for_and_raise(tmp_path, gate):
 def test_a_failure_nobody_waited_for_is_raised_once_in_its_own_run_alone(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     first, second = build(seed=3), build(seed=5)
-    message = r"step 0 could not be saved to .*/file/checkpoints: Not a directory .*there is none"
+    message = "step 0 could not be saved to .*/file/checkpoints: Not a directory"
     for use in (lambda: fk.checkpoint_save(first, tmp_path), lambda: fk.run.wait_for_saves(first)):
         fk.checkpoint_save(first, tmp_path / "file" / "checkpoints")
-        fk.checkpoint_save(second, tmp_path / "good").wait()
         fk.checkpoint_save(second, tmp_path / "good", blocking=True)
         with pytest.raises(fk.CheckpointError, match=message):
             use()
@@ -89,9 +88,8 @@ def interleave(rank, world, folder):
         for seed, state in runs.items():
             runs[seed] = train(state, 1)
             fk.checkpoint_save(runs[seed], folder / str(seed), keep=None)
-    for state in runs.values():
-        fk.run.wait_for_saves(state)
     for seed, state in runs.items():
+        fk.run.wait_for_saves(state)
         expected = everything(train(build(world, seed=seed), 2))
         assert_same(everything(state), expected)
         assert_same(everything(fk.checkpoint_load(build(world), folder / str(seed))), expected)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 import torch
-from lab import lay_out
+from lab import alone, lay_out
 from pool import run_again
 from tensordict import TensorDict
 from torch import nn
@@ -18,23 +20,15 @@ ROWS = [
 
 
 def create(**fields):
-    model = nn.Linear(2, 2)
-    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), seed=5)
-    return fk.donate(state, **fields)
+    return fk.donate(alone(nn.Linear(2, 2)), seed=5, **fields)
 
 
 def rows_of(loader, count):
-    return [
-        next(batches)["input_ids"][:, 0].tolist()
-        for batches in [iter(loader)]
-        for _ in range(count)
-    ]
+    return [batch["input_ids"][:, 0].tolist() for batch in islice(loader, count)]
 
 
 def test_a_state_goes_on_with_the_samples_that_come_next():
-    skips = ((10, 4),)
-    negated = [lambda batch: batch.apply(torch.neg)]
-    state = create(samples=6, skips=skips)
+    state, negated = create(samples=6, skips=((10, 4),)), [lambda batch: batch.apply(torch.neg)]
     found = fk.train_loader(state, ROWS, 2, workers=1, transforms=negated)
     order = [-int(row) for row in fk.data.sample_rows(range(48), 24, 5)]
     with found:

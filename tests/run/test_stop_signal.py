@@ -313,5 +313,3 @@ def test_a_status_that_fits_only_in_place_of_the_old_one_is_written_there(tmp_pa
     ):
         write_status(tmp_path, "failed", step=4)
     assert json.loads((tmp_path / "status.json").read_text())["status"] == expected
-
-
