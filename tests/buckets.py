@@ -108,19 +108,13 @@ class _Proxy(BaseHTTPRequestHandler):
 
     def _forward(self, body: bytes, fault: str | None) -> None:
         line = http.client.HTTPConnection(*self.bucket.server)
-        line.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-        for name, value in self.headers.items():
-            if name.lower() not in ("expect", "connection"):
-                line.putheader(name, value)
-        line.endheaders()
+        kept = {n: v for n, v in self.headers.items() if n.lower() not in ("expect", "connection")}
+        part = body[: len(body) // 2] if fault == "torn" else body
+        line.request(self.command, self.path, part or None, kept)
         if fault == "torn":
-            with suppress(OSError):
-                line.send(body[: len(body) // 2])
             line.close()
             self.close_connection = True
             return
-        if body:
-            line.send(body)
         response = line.getresponse()
         content = response.read()
         line.close()

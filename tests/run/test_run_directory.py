@@ -321,9 +321,8 @@ def test_a_signal_during_set_up_is_a_clean_stop(tmp_path, name):
     before = signal.getsignal(getattr(signal, name))
     with pytest.raises(SystemExit, match="0"), fk.open_run(tmp_path, {}):
         signal.raise_signal(getattr(signal, name))
-    assert (
-        status(tmp_path).items() >= {"status": "stopped", "reason": f"{name} during set-up"}.items()
-    )
+    stopped = {"status": "stopped", "reason": f"{name} during set-up"}
+    assert status(tmp_path).items() >= stopped.items()
     assert signal.getsignal(getattr(signal, name)) == before
 
 
