@@ -102,7 +102,7 @@ def test_two_ranks_agree_on_damage(tmp_path):
     """One rank reads the file; both pass over the checkpoint, or refuse the one asked for."""
     run_again(_save, 2, tmp_path, 1, 2)
     (tmp_path / "step_00000002" / "rank_00001.safetensors").unlink()
-    refusal, loaded = {*run_again(_look, 2, tmp_path)}.pop()
+    ((refusal, loaded),) = {*run_again(_look, 2, tmp_path)}
     assert ("step_00000002/rank_00001.safetensors is missing" in refusal, loaded) == (True, 1)
     DAMAGE["truncated"][0](tmp_path / "step_00000001")
     DAMAGE["edited"][0](tmp_path / "step_00000002")

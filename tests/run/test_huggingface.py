@@ -357,10 +357,8 @@ def add_dora(model):
 
 
 def test_lengths_of_rows_are_those_of_the_weights_that_were_read(tmp_path):
-    theirs, ids = save_model("Llama", tmp_path), some_ids()
+    save_model("Llama", tmp_path)
     model = add_dora(fk.Transformer(fk.huggingface_spec(tmp_path), seed=3))
-    fk.load_huggingface(model, tmp_path)
-    assert distance(logits_of(model.eval(), ids), logits_of(theirs, ids)) < 1e-5
     learned, fresh = (block.attention.query for block in model.layers[:2])
     with torch.no_grad():  # an adapter that has learned keeps its lengths
         learned.lora_B.fill_(0.1)
