@@ -92,7 +92,10 @@ class Several(Sharing):
 
     def __init__(self, parameters):
         super().__init__(parameters)
-        self.held, self.state = {"a": [self.inner]}, {}
+        self.inner, self.state = {"a": [self.inner]}, {}
+
+    def step(self):
+        self.inner["a"][0].step()
 
 
 def chain_with(make):

@@ -221,26 +221,20 @@ def test_arguments_out_of_range_are_refused(message):
         fk.generate(transformer(), **{"prompts": PROMPT, **WRONG[message]})
 
 
-UNEVEN = [[RAGGED[1]], [], RAGGED, [RAGGED[2], RAGGED[0]]]
+UNEVEN = [RAGGED, []]
 """Prompts by data rank, of which one has none."""
-
-
-GROUPS = [
-    (2, {"dp_shard": 2, "ep": 2}),
-    (4, {"dp_shard": 2, "tp": 2}),
-    (2, {"dp_replicate": 2, "dp_shard": 1}),
-    (4, {"dp_shard": 2, "cp": 2}),
-]
+GROUPS = [(2, {"dp_shard": 2, "ep": 2}), (2, {"tp": 2}), (2, {"cp": 2})]
+MORE = [(2, {"dp_replicate": 2}), (4, {"dp_shard": 2, "tp": 2}), (4, {"dp_shard": 2, "cp": 2})]
 
 
 def _of_its_own(rank, world, sizes, count):
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
+    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **sizes}), device="cpu")
     moe = MOE if "ep" in sizes else None
     model = fk.parallelize(transformer(vocab_size=40, moe=moe).double(), mesh)
-    data = rank // 2 if world == 4 else rank
-    prompts = UNEVEN[data + (1 if world == 2 else 0)]
+    data, _ = fk.data_ranks(mesh)
+    prompts = UNEVEN[data]
     samples = [10 * data + row for row in range(len(prompts))]
-    options = {"samples": samples, "eos_id": 7 * data, "log_probs": True, "seed": 2}
+    options = {"samples": samples, "eos_id": 12 + data, "log_probs": True, "seed": 2}
     found = fk.generate(model, prompts, max_new_tokens=count[data], **options)
     again = fk.generate(model, prompts, max_new_tokens=1, samples=samples)
     return prompts, options, count[data], found, len(again)
@@ -248,11 +242,14 @@ def _of_its_own(rank, world, sizes, count):
 
 @pytest.mark.parametrize(
     ("world", "sizes"),
-    first_of(GROUPS[:1], GROUPS),
+    first_of(GROUPS, GROUPS + MORE),
     ids=str,
 )
-def test_ranks_of_the_data_continue_prompts_of_their_own(world, sizes):
-    """Of other numbers and lengths, none at all too, and beyond max_seq_len on one of them."""
+def test_ranks_continue_prompts_of_their_own_and_those_of_a_layout_the_same(world, sizes):
+    """Of other numbers, none at all too; one text ends early and one goes beyond max_seq_len.
+
+    Three positions are no multiple of two ranks of a sequence.
+    """
     model = transformer(vocab_size=40, moe=MOE if "ep" in sizes else None).double()
     for prompts, options, count, found, rows in run_again(_of_its_own, world, sizes, [14, 6]):
         assert len(found.ids) == len(found.log_probs) == rows == len(prompts)
@@ -310,21 +307,6 @@ def test_a_sample_is_kept_under_its_step_by_the_first_rank(tmp_path, monkeypatch
     kept = {path.name: path.read_text() for path in tmp_path.glob("samples/*")}
     assert text == "cdefg"
     assert kept == ({"step_00000120.txt": "cdefg"} if rank == 0 else {})
-
-
-def _laid_out(rank, world, sizes):
-    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **sizes}), device="cpu")
-    model = fk.parallelize(transformer(vocab_size=40), mesh)
-    return fk.generate(model, RAGGED, max_new_tokens=13, temperature=0)
-
-
-@pytest.mark.parametrize("sizes", [{"tp": 2}, {"cp": 2}], ids=str)
-def test_every_rank_of_a_layout_continues_alike_whatever_the_length(sizes):
-    """Three positions are no multiple of two ranks; later ones go beyond max_seq_len."""
-    model = transformer(vocab_size=40)
-    expected = [greedy(model, prompt[None], 13)[0] for prompt in RAGGED]
-    for found in run_again(_laid_out, 2, sizes):
-        assert all(map(torch.equal, found, expected))
 
 
 def test_nothing_is_compiled_for_each_length_also_beyond_the_longest_sequence():

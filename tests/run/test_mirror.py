@@ -76,6 +76,7 @@ def write(file, *steps):
 def logged(url):
     """The steps that the store has, and the whole ``metrics.jsonl``."""
     with local_copy(url) as copy:
+        assert copy.name == url.name
         path = copy / "metrics.jsonl"
         return [row["step"] for row in fk.run.read_metrics(path)], path.read_bytes()
 

@@ -270,7 +270,7 @@ def test_a_failed_collective_long_after_a_signal_is_a_stop_and_nothing_else(
         signal.raise_signal(signal.SIGTERM)
         time.sleep(0.2)
         raise error
-    assert is_stop or caught.value is error
+    assert caught.value is error or str(caught.value) == "SIGTERM, and another rank has given up"
 
 
 UNCLOSED = """
