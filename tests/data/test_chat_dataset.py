@@ -13,6 +13,7 @@ import forgekit as fk
 from forgekit.data.chat import chat_dataset, preference_dataset
 from forgekit.data.chat_template import ChatEncoder
 
+WORDS = "{{ m.content }}"
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -22,36 +23,16 @@ INSTRUCT = (
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content | trim + eos_token }}"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
-TOOLS = (
-    "{% for t in tools or [] %}<|im_start|>tool\n{{ t | tojson }}<|im_end|>\n{% endfor %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content %}{{ m.content }}{% endif %}"
-    "{% for c in m.tool_calls or [] %}<call>{{ c | tojson }}</call>{% endfor %}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+TOOLS = "{% for t in tools or [] %}<|im_start|>tool\n{{ t | tojson }}<|im_end|>\n{% endfor %}"
+TOOLS += CHATML.replace(
+    WORDS,
+    "{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c | tojson }}</call>{% endfor %}",
 )
-REASONING = (  # earlier turns lose what they thought
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}{{ m.content }}"
-    "{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+FORGETFUL = CHATML.replace(  # earlier turns lose what they thought
+    WORDS,
+    "{{ m.content if m.role == 'assistant' and loop.last else m.content.split('</think>')[-1] }}",
 )
-BROKEN = {
-    r"message 1 with '.*<end>\\n', which holds no special token, so a model never learns": (
-        CHATML.replace("<|im_end|>", "<end>")
-    ),
-    "ends message 1 with '.*</s>, I think.', which holds no special token": (
-        CHATML.replace("<|im_end|>", "{% if '</s>' not in m.content %}<|im_end|>{% endif %}")
-    ),
-    r"ends message 0 with '.*<think>\\n', and message 1 does not go on from there": (
-        CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
-    ),
-    "other words in message 1 also change the text outside of that turn": (
-        CHATML.replace("<|im_end|>\n", "<|im_end|>{{ m.content | length }}\n")
-    ),
-    "or do not appear in it": (
-        CHATML.replace("{{ m.content }}", "{% if m.role == 'user' %}{{ m.content }}{% endif %}")
-    ),
-    "cannot be rendered: alternate": "{{ raise_exception('alternate, please') }}",
-}
 
 USER = {"role": "user", "content": "What is two and two?"}
 ANSWER = {"role": "assistant", "content": "Four, I think."}
@@ -98,6 +79,11 @@ def _write(path, *lines):
     return path
 
 
+def _prompt(tokenizer, messages):
+    """Ids that a model goes on from."""
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
 def _trained_text(tokenizer, example):
     return tokenizer.decode(example.ids[example.trained])
 
@@ -117,8 +103,6 @@ CHATS = [
     [USER, {"role": "assistant", "content": ""}],
     [USER, {"role": "assistant", "content": "  é ∑ 🙂🙂 .\n\n"}],
 ]
-
-
 TEMPLATES = {"instruct": INSTRUCT, "tools": TOOLS}
 
 
@@ -141,9 +125,7 @@ def test_trained_are_the_tokens_that_change_with_the_words_and_the_end_of_turn(
     tokenizer = _tokenizer(template)
     chat = [USER, ANSWER, *MORE][: turn + 1]
     end = tokenizer.convert_tokens_to_ids("</s>" if "eos_token" in template else "<|im_end|>")
-    prompt = tokenizer.apply_chat_template(
-        chat[:turn], add_generation_prompt=True, return_dict=False
-    )
+    prompt = _prompt(tokenizer, chat[:turn])
 
     def encoded(content):
         answer = {**chat[turn], "content": content}
@@ -181,32 +163,45 @@ def test_a_template_that_forgets_reasoning_is_refused_or_rendered_turn_by_turn()
     thought = {"role": "assistant", "content": "<think>2 + 2</think>Four."}
     chat = [USER, thought, *MORE]
     with pytest.raises(ValueError, match=r"line:1: the chat template re-renders message 1 once"):
-        _encode(REASONING, chat)
-    tokenizer = _tokenizer(REASONING)
-    first, second = _encode(REASONING, chat, turn_by_turn=True)
+        _encode(FORGETFUL, chat)
+    tokenizer = _tokenizer(FORGETFUL)
+    first, second = _encode(FORGETFUL, chat, turn_by_turn=True)
     assert _trained_text(tokenizer, first) == "<think>2 + 2</think>Four.<|im_end|>"
     assert _trained_text(tokenizer, second) == "Five.<|im_end|>"
     assert "2 + 2" not in tokenizer.decode(second.ids)
     for example, count in ((first, 1), (second, 3)):  # each goes on from what is prompted
-        prompt = tokenizer.apply_chat_template(
-            chat[:count], add_generation_prompt=True, return_dict=False
-        )
+        prompt = _prompt(tokenizer, chat[:count])
         assert example.ids[: len(prompt)].tolist() == prompt
         assert (example.trained == (np.arange(len(example.ids)) >= len(prompt))).all()
 
 
 TO_PROVE = [USER, {**ANSWER, "content": "Four</s>, I think."}, *MORE]
-REFUSED = {message: (template, TO_PROVE) for message, template in BROKEN.items()} | {
-    r'no assistant\'s turn to train; its roles are "user"': (CHATML, [USER]),
-    r"messages hold 'hello'; they must be a list": (CHATML, "hello"),
-    r"hold .*image.*; they": (CHATML, [{**USER, "content": [{"type": "image"}]}, ANSWER]),
+REFUSED = {  # a change of the template, and messages
+    r"message 1 with '.*<end>\\n', which holds no special": ("<|im_end|>", "<end>", TO_PROVE),
+    "message 1 with '.*</s>, I think.', which holds no special": (
+        *("<|im_end|>", "{% if '</s>' not in m.content %}<|im_end|>{% endif %}", TO_PROVE),
+    ),
+    r"ends message 0 with '.*<think>\\n', and message 1 does not go on": (
+        *("assistant\n{% endif", "assistant\n<think>\n{% endif", TO_PROVE),
+    ),
+    "other words in message 1 also change the text outside": (
+        *("<|im_end|>", "<|im_end|>{{ m.content | length }}", TO_PROVE),
+    ),
+    "or do not appear in it": (
+        *(WORDS, "{% if m.role == 'user' %}{{ m.content }}{% endif %}", TO_PROVE),
+    ),
+    "cannot be rendered: no": (WORDS, "{{ raise_exception('no') }}", TO_PROVE),
+    'no assistant\'s turn to train; its roles are "user"': ("", "", [USER]),
+    "messages hold 'hello'": ("", "", "hello"),
+    "hold .*image": ("", "", [{**USER, "content": [{"type": "image"}]}, ANSWER]),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_proved_is_refused(message):
+    text, other, messages = REFUSED[message]
     with pytest.raises(ValueError, match=rf"^line:1:? .*{message}"):
-        _encode(*REFUSED[message])
+        _encode(CHATML.replace(text, other), messages)
 
 
 @pytest.mark.parametrize("adds_start", [False, True])
@@ -278,9 +273,7 @@ def test_a_long_example_is_cut_dropped_or_refused(tmp_path, length):
     (example,) = ChatEncoder(tokenizer).conversation("", line["messages"])
     short = {"prompt": "a", "completion": "b"}
     file = _write(tmp_path / "a.jsonl", short, line)
-    with pytest.raises(
-        ValueError, match=rf"a.jsonl:2 has {len(example.ids)} tokens; a row has {length}"
-    ):
+    with pytest.raises(ValueError, match=rf"jsonl:2 has {len(example.ids)} tokens; a .* {length}"):
         chat_dataset(file, tokenizer, length)
     dropped = chat_dataset(file, tokenizer, length, long="drop")
     assert (dropped.counts.dropped, dropped.counts.examples) == (1, 1)
@@ -316,24 +309,16 @@ def test_both_answers_of_a_pair_are_neighbours_in_one_row(tmp_path, line):
 
 
 LONG = {"prompt": "a" * 99, "completion": "b"}
+PAIR = {"prompt": "a", "chosen": "b"}
 DROP = partial(chat_dataset, long="drop")
 LINES = {
-    r'a.jsonl:1 has the keys "text"; a line to train on has "messages"': (DROP, {"text": "a"}),
-    r"a.jsonl:1 has 'a' as prompt and .* as completion; both must be texts": (
-        DROP,
-        {"prompt": "a", "completion": [ANSWER]},
-    ),
-    r"a.jsonl:1 is \[1\]; each line must be one JSON object": (DROP, [1]),
-    r"nothing is supervised: 0 examples of 1 lines.*1 dropped": (DROP, LONG),
-    r'has the keys "prompt", "chosen"; a preference has "chosen"': (
-        preference_dataset,
-        {"prompt": "a", "chosen": "b"},
-    ),
-    r"a.jsonl:1 has \d+ tokens; a row has 16 positions": (preference_dataset, PAIRS["messages"]),
-    'long is \'truncate\'; it is one of "error", "drop"': (
-        partial(preference_dataset, long="truncate"),
-        LONG,
-    ),
+    'a.jsonl:1 has the keys "text"; a line': (DROP, {"text": "a"}),
+    "'a' as prompt and .* as completion": (DROP, {"prompt": "a", "completion": [ANSWER]}),
+    r"a.jsonl:1 is \[1\]; each line must be": (DROP, [1]),
+    "nothing is supervised: 0 examples of 1 lines.*1 dropped": (DROP, LONG),
+    'has the keys "prompt", "chosen"; a preference': (preference_dataset, PAIR),
+    r"a.jsonl:1 has \d+ tokens; a row has 16": (preference_dataset, PAIRS["messages"]),
+    "long is 'truncate'": (partial(preference_dataset, long="truncate"), LONG),
 }
 
 

@@ -106,22 +106,14 @@ def test_what_a_group_leaves_is_passed_over_and_does_not_count():
             next(iter(group))
 
 
-class Overstated(list):
-    def __len__(self):
-        return 2
-
-
 BAD = {
     "micro_batches 0 must be at least 1": lambda: groups([], 0),
-    """partial is 'x'; it is one of "pad", "drop", "error".""": lambda: groups([], 1, partial="x"),
+    "partial is 'x'": lambda: groups([], 1, partial="x"),
     'partial="drop" needs a stream with a length': lambda: groups(iter([]), 3, partial="drop"),
-    "generator raised StopIteration": lambda: [
-        list(group) for group in groups(Overstated([micro_batch(0)]), 2)
-    ],
 }
 
 
 @pytest.mark.parametrize("message", BAD)
 def test_what_cannot_be_grouped_is_refused(message):
-    with pytest.raises((ValueError, RuntimeError), match=message):
+    with pytest.raises(ValueError, match=message):
         BAD[message]()

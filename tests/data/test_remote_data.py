@@ -10,6 +10,7 @@ import pathlib
 import signal
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pyarrow
@@ -39,11 +40,10 @@ TEXTS = [f"{'text ' * (number % 7)}{number} über\n" for number in range(60)]
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
 
 
-def write(path, seed=0, **options):
+def write(path, seed=0):
     rng = np.random.default_rng(seed)
     documents = [rng.integers(1, 50, rng.integers(0, 90)) for _ in range(80)]
-    sizes = {"vocab_size": 50, "eos_id": 0, "shard_tokens": SHARD_TOKENS}
-    return fk.write_tokens(path, documents, **{**sizes, **options})
+    return fk.write_tokens(path, documents, vocab_size=50, eos_id=0, shard_tokens=SHARD_TOKENS)
 
 
 @pytest.fixture(scope="module")
@@ -102,25 +102,27 @@ def test_every_format_is_read_as_from_a_local_folder_and_from_each_position(text
 def test_what_is_prepared_from_a_bucket_is_what_is_prepared_from_a_disk(
     bucket, texts, texts_url, tmp_path
 ):
-    local, remote = (
-        prepare(source, tmp_path / name, vocab_size=300)
-        for source, name in ((texts, "local"), (texts_url, "remote"))
-    )
+    def from_bucket():
+        return prepare(texts_url, tmp_path / "remote", vocab_size=300)
+
+    local, remote = prepare(texts, tmp_path / "local", vocab_size=300), from_bucket()
     assert remote.train.fingerprint == local.train.fingerprint
     assert remote.held_out.fingerprint == local.held_out.fingerprint
     prepared = bucket.upload(local.path, "prepared")
     for file in (prepared, f"{prepared}/tokenizer.json", remote.path):
         assert load_tokenizer(file).to_str() == load_tokenizer(local.path).to_str()
-    assert not prepare(texts_url, tmp_path / "remote", vocab_size=300).is_new
-    s3fs.S3FileSystem().pipe_file(f"{texts_url}/sub/e.md", b"# Other")
-    assert prepare(texts_url, tmp_path / "remote", vocab_size=300).is_new
-    with pytest.raises(FileNotFoundError, match=r"tokenizer.json does not exist"):
-        load_tokenizer(texts_url)
-    with pytest.raises(FileNotFoundError, match=r"s3://bucket/none does not exist; name an exis"):
-        text_documents("s3://bucket/none")
-    s3fs.S3FileSystem().pipe_file("s3://bucket/bin/a.bin", b"binary")
-    with pytest.raises(FileNotFoundError, match=r"bucket/bin holds no file to read among 1 entr"):
-        text_documents("s3://bucket/bin")
+    assert not from_bucket().is_new
+    fs = s3fs.S3FileSystem()
+    fs.pipe_file(f"{texts_url}/sub/e.md", b"# Other")
+    assert from_bucket().is_new
+    fs.pipe_file("s3://bucket/bin/a.bin", b"binary")
+    for read, url, message in (
+        (load_tokenizer, texts_url, "tokenizer.json does not exist"),
+        (text_documents, "s3://bucket/none", "s3://bucket/none does not exist"),
+        (text_documents, "s3://bucket/bin", "bucket/bin holds no file to read among 1 entr"),
+    ):
+        with pytest.raises(FileNotFoundError, match=message):
+            read(url)
 
 
 def test_an_outage_while_texts_are_read_changes_none_and_a_file_that_changes_is_refused(
@@ -156,12 +158,8 @@ def url(server, folder):
     return server.upload(folder, "tokens")
 
 
-def windows(where):
-    return fk.token_dataset(f"{where}/a", SEQ_LEN)
-
-
-def documents_apart(where):
-    return fk.token_dataset(open_tokens(f"{where}/b"), SEQ_LEN, doc_ids=True)
+def windows(where, name="a", **options):
+    return fk.token_dataset(f"{where}/{name}", SEQ_LEN, **options)
 
 
 def packed(where, name="b"):
@@ -176,10 +174,6 @@ def mixed(where):
     return fk.mixture_dataset(parts, fk.make_order(sizes, seed=5, phases=phases))
 
 
-def held_out(where):
-    return packed(where).held_out()
-
-
 def batches(dataset, count=12, **options):
     with fk.make_loader(dataset, 4, seed=1, **options) as loader:
         return [batch.clone() for batch, _ in zip(loader, range(count), strict=False)]
@@ -192,7 +186,15 @@ def assert_same(batches, expected):
         assert (batch == reference).all()
 
 
-@pytest.mark.parametrize("make", [windows, documents_apart, mixed, held_out])
+MADE = {
+    "windows": windows,
+    "documents apart": partial(windows, name="b", doc_ids=True),
+    "mixed": mixed,
+    "held out": lambda where: packed(where).held_out(),
+}
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_rows_order_and_fingerprint_are_those_of_a_local_copy(folder, url, make):
     local, remote = make(folder), make(url)
     assert remote.fingerprint == local.fingerprint
@@ -258,21 +260,18 @@ def test_a_damaged_block_of_the_cache_is_fetched_again(folder, url, cache):
 
 def test_a_flipped_bit_a_replaced_object_and_an_incomplete_upload_are_refused(bucket, tmp_path):
     url, fs = bucket.upload(write(tmp_path / "a").path, "changing"), s3fs.S3FileSystem()
-    remote = open_tokens(url)
-    shard = f"{url}/shard_00001.npy"
+    remote, shard = open_tokens(url), f"{url}/shard_00001.npy"
     content = bytearray(fs.cat_file(shard))
     content[200] ^= 1
     fs.pipe_file(shard, bytes(content))
-    message = r"changing/shard_00001.npy differs from its checksum in block 0: it was replaced"
-    with pytest.raises(ValueError, match=message):
-        remote.read(SHARD_TOKENS, SHARD_TOKENS + 1)
-    with pytest.raises(ValueError, match=message):
-        open_tokens(url, verify=True)
+    for read in (partial(remote.read, SHARD_TOKENS, 301), partial(open_tokens, url, verify=True)):
+        with pytest.raises(ValueError, match=r"00001.npy differs from its checksum in block 0"):
+            read()
     fs.pipe_file(shard, bytes(content[:-2]))
-    with pytest.raises(ValueError, match=r"00001.npy has 726 bytes, which are not what .* Upload"):
+    with pytest.raises(ValueError, match=r"00001.npy has 726 bytes, which are not what"):
         open_tokens(url)
     fs.rm_file(shard)
-    with pytest.raises(ValueError, match=r"changing/shard_00001.npy has no bytes, .* Upload the"):
+    with pytest.raises(ValueError, match=r"00001.npy has no bytes"):
         open_tokens(url)
     fs.rm_file(f"{url}/index.json")
     with pytest.raises(FileNotFoundError, match=r"s3://.* is not a token file: it has no index"):

@@ -42,63 +42,42 @@ def test_a_folder_leaves_out_what_is_no_text_but_a_named_file_is_read(tmp_path):
         (tmp_path / name).write_text(" \n" if name == "blank.txt" else name)
     texts = [text for _, text in text_documents([tmp_path, tmp_path / "odd.name"])]
     assert texts == ["deep.txt", "odd.name"]
-    with pytest.raises(FileNotFoundError, match=r"a.txt holds no file to read among 0 entries"):
-        text_documents(tmp_path / "a.txt")
-    with pytest.raises(FileNotFoundError, match=r"b.txt does not exist; name an existing file or"):
-        text_documents(tmp_path / "b.txt")
+    for name, message in (("a.txt", "holds no file to read among 0"), ("b.txt", "does not exist")):
+        with pytest.raises(FileNotFoundError, match=f"{name} {message}"):
+            text_documents(tmp_path / name)
 
 
 def test_the_standard_library_comes_without_tests_and_packages():
     files = stdlib_documents().files
     assert 400 < len(files) < 900
-    assert any(file.name == "argparse.py" for file in files)
+    assert "argparse.py" in {file.name for file in files}
     assert not any({"site-packages", "test"} & {*file.parts} for file in files)
 
 
-BAD = {
-    r"a.jsonl:1 has no string .text.; it is {'body': 'a', 'id': 1}. Each": (
-        b'{"body": "a", "id": 1}'
-    ),
-    r"a.jsonl:2 is not UTF-8: byte 0xff at position 10": b'{"text": "a"}\n{"text": "\xff"}\n',
-    r"a.jsonl:1 cannot be read as JSON: '?utf-8": b'{"text": "\\ud83d"}',
-    r"a.jsonl:1 cannot be read as JSON: it is nested too deeply": b"[" * 100_000,
+BROKEN = {  # lines of JSON
+    b'{"body": "a", "id": 1}': r"a.jsonl:2 has no string .text.; it is {'body': 'a', 'id': 1}",
+    b'{"text": "\xff"}': "a.jsonl:3 is not UTF-8: byte 0xff at position 10",
+    b'{"text": "\\ud83d"}': "a.jsonl:4 cannot be read as JSON: '?utf-8",
+    b"[" * 100_000: "a.jsonl:5 cannot be read as JSON: it is nested too deeply",
+    b'{"text": "a': "a.jsonl:6 .* Unterminated string starting at column 10",
 }
 
 
-@pytest.mark.parametrize("message", BAD)
-def test_lines_that_hold_no_text_are_named_by_file_and_number(tmp_path, message):
-    (tmp_path / "a.jsonl").write_bytes(BAD[message])
-    with pytest.raises(ValueError, match=message):
-        list(text_documents(tmp_path))
-
-
-def test_a_broken_line_is_named_skipped_or_fatal_and_counted(tmp_path):
-    file = tmp_path / "a.jsonl"
-    good = b'{"text": "a"}\n'
-    file.write_bytes((good + b"\n" * 999) * 10 + b"\n\n" + b'{"text": "a\n' + good * 2)
-    named = r"a.jsonl:10003 cannot be read as JSON: Unterminated string starting at column 10"
-    records = list(text_documents(file, errors="skip").read())
-    *_, before, broken, _, last = records
-    assert broken.name == f"{file}:10003"
-    assert re.search(named, broken.problem)
-    assert last.after == [0, file.stat().st_size, 10_005, 13]
-    with pytest.raises(ValueError, match=named):
-        list(text_documents(file).read(before.after))
-
-
-def test_all_that_is_broken_is_left_out_and_reading_goes_on(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\n{\n[1]\n{"text": "\xff"}\n{"text": "b"}')
+def test_what_is_broken_is_named_and_left_out_or_fatal(tmp_path):
+    good = b'{"text": "a"}'
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join([good, *BROKEN, good]))
     (tmp_path / "b.txt").write_bytes(b"\xff")
     (tmp_path / "c.parquet").write_bytes(b"PAR1 and no more")
     (tmp_path / "d.txt").write_text("c")
     documents = text_documents(tmp_path, errors="skip")
-    assert [text for _, text in documents] == ["a", "b", "c"]
-    problems = [record.problem or "" for record in documents.read()]
-    assert [Path(problem.split()[0]).name for problem in problems if problem] == [
-        *("a.jsonl:2", "a.jsonl:3", "a.jsonl:4", "b.txt", "c.parquet"),
-    ]
-    assert re.search(r"c.parquet cannot be read: .* Write it again", problems[-2])
-    with pytest.raises(ValueError, match="errors is 'ignore'; it is one of"):
+    assert [text for _, text in documents] == ["a", "a", "c"]
+    problems = [record.problem for record in documents.read() if record.problem]
+    named = *BROKEN.values(), "b.txt is not UTF-8", "c.parquet cannot be read: .* Write it again"
+    for problem, message in zip(problems, named, strict=True):
+        assert re.search(message, problem)
+    with pytest.raises(ValueError, match=named[0]):
+        list(text_documents(tmp_path))
+    with pytest.raises(ValueError, match="errors is 'ignore'"):
         text_documents(tmp_path, errors="ignore")  # pyright: ignore[reportArgumentType]
 
 
@@ -118,8 +97,7 @@ def test_parquet_gives_a_document_per_row_whatever_its_groups(tmp_path, row_grou
     assert [record.content for record in records] == texts
     assert records[299].name == f"{tmp_path}/a.parquet[299]"
     assert records[-1].done == documents.size
-    following = [record.content for record in documents.read(records[555].after)]
-    assert following == texts[556:]
+    assert list(documents.read(records[555].after)) == records[556:]
 
 
 def test_parquet_that_holds_no_text_is_refused_by_file_and_row(tmp_path):
@@ -154,15 +132,13 @@ def test_compressed_texts_are_read_resumed_and_named_by_line(tmp_path, suffix):
     lines = [json.dumps({"text": text}).encode() for text in texts]
     compressed(tmp_path / f"a.jsonl{suffix}", b"\n".join([*lines, b"{"]))
     compressed(tmp_path / f"b.md{suffix}", "ein Brötchen\r\n".encode())
-    (tmp_path / f"c.png{suffix}").write_bytes(b"")
     documents = text_documents(tmp_path, errors="skip")
     assert [text for _, text in documents] == [*texts, "ein Brötchen\r\n"]
     records = list(documents.read())
     assert records[-2].name == f"{tmp_path}/a.jsonl{suffix}:301"
     assert records[-1].done == documents.size
     for stop in (0, 7, 298):
-        following = [record.content for record in documents.read(records[stop].after)]
-        assert following == [record.content for record in records[stop + 1 :]]
+        assert list(documents.read(records[stop].after)) == records[stop + 1 :]
     assert [len(list(documents.read(part=part, parts=2))) for part in range(2)] == [151, 151]
 
 
@@ -198,14 +174,12 @@ def test_readers_share_documents_and_each_goes_on_from_any_of_its_own(
     write_parquet(folder / "c.parquet", pa.array([*texts, None], pa.string()), row_group_size=2)
     (folder / "d.jsonl").write_text("\n".join(reversed(lines)) + "\n")
     documents = text_documents(folder, errors="skip")
-    whole = [(record.name, record.content) for record in documents.read()]
-    parts = data.draw(st.integers(1, 4))
-    found = []
+    parts, found = data.draw(st.integers(1, 4)), []
     for part in range(parts):
         records = list(documents.read(part=part, parts=parts))
-        found += [(record.name, record.content) for record in records]
+        found += records
         assert [record.done for record in records] == sorted(record.done for record in records)
         for number, record in enumerate(records):
             following = documents.read(record.after, part=part, parts=parts)
             assert list(following) == records[number + 1 :]
-    assert sorted(map(str, found)) == sorted(map(str, whole))
+    assert sorted(map(str, found)) == sorted(map(str, documents.read()))

@@ -66,6 +66,13 @@ def test_documents_are_pulled_one_at_a_time_and_old_files_stay_until_the_end(tmp
     assert write(tmp_path / "a", documents()).tokens == 6
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
+    def meanwhile():
+        yield [1]
+        write(tmp_path / "a")
+        yield [2]
+
+    assert write(tmp_path / "a", meanwhile()).documents == 2
+
     def broken():
         yield [1, 2, 3]
         raise KeyboardInterrupt
@@ -76,7 +83,7 @@ def test_documents_are_pulled_one_at_a_time_and_old_files_stay_until_the_end(tmp
     for left in (".a.0123456789ab.new", ".a.0123456789ab.old", ".a.new", ".b.0123456789ab.new"):
         (tmp_path / left).mkdir()  # by writers that were killed
         (tmp_path / left / "half").write_text("")
-    assert open_tokens(tmp_path / "a").tokens == 6
+    assert open_tokens(tmp_path / "a").documents == 2
     write(tmp_path / "a")
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == [".a.new", ".b.0123456789ab.new", "a"]
@@ -84,7 +91,7 @@ def test_documents_are_pulled_one_at_a_time_and_old_files_stay_until_the_end(tmp
 
 def test_nothing_but_a_token_file_is_replaced(tmp_path):
     (tmp_path / "file").write_text("precious")
-    with pytest.raises(FileExistsError, match="file is a file; name a directory that does not"):
+    with pytest.raises(FileExistsError, match="file is a file"):
         write(tmp_path / "file")
     write(tmp_path / "a")
     (tmp_path / "a" / "thesis.txt").write_text("precious")
@@ -96,10 +103,10 @@ def test_nothing_but_a_token_file_is_replaced(tmp_path):
 
 
 BAD = {
-    "document 1 holds token id 100; ids must be 0 .* = 99": {"documents": [[1], [100]]},
-    r"document 0 is float64 of shape \(1,\); a document is a 1-D": {"documents": [[1.5]]},
-    "there are no documents; a token file needs at least one": {"documents": []},
-    r"eos_id 100 must be at most 99\.": {"eos_id": 100},
+    "document 1 holds token id 100; ids must be 0": {"documents": [[1], [100]]},
+    r"document 0 is float64 of shape \(1,\)": {"documents": [[1.5]]},
+    "there are no documents": {"documents": []},
+    "eos_id 100 must be at most 99": {"eos_id": 100},
 }
 
 
@@ -126,19 +133,15 @@ def flip(byte):
 
 
 SHARD = "shard_00002.npy"
-CHANGED = r"has another checksum .* restore the file"
+CHANGED = "has another checksum"
 DAMAGE = {
-    r"00002.npy cannot be read \(mmap length is": edit(SHARD, lambda b: b[:-3]),
-    r"00002.npy cannot be read \(it holds float16 \[3\]": edit(
-        SHARD, lambda b: b.replace(b"<u2", b"<f2")
+    r"00002.npy cannot be read \(mmap length is": edit(SHARD, lambda old: old[:-3]),
+    "00002.npy .* it holds float16": edit(SHARD, lambda old: old.replace(b"<u2", b"<f2")),
+    "has 12 tokens in .* index.json says 13": edit(
+        SHARD, lambda old: old.replace(b"(3,)", b"(2,)")
     ),
-    r"has 12 tokens in its shards and documents up to \[13\]; index.json says 13\. Write": edit(
-        SHARD, lambda b: b.replace(b"(3,)", b"(2,)")
-    ),
-    r"has 13 tokens in its shards and documents up to \[7\]; index.json says 13": edit(
-        "offsets.npy", lambda b: b.replace(b"(5,)", b"(4,)")
-    ),
-    r"index.json is no index of forgekit-tokens of version 3\. Write": edit_index(version=1),
+    r"13 tokens .* up to \[7\]": edit("offsets.npy", lambda old: old.replace(b"(5,)", b"(4,)")),
+    "index.json is no index of forgekit-tokens of version 3": edit_index(version=1),
     f"shard_00002.npy {CHANGED}": edit(SHARD, flip(-1)),
     f"offsets.npy {CHANGED}": edit("offsets.npy", flip(128 + 9)),
     f"shard_00000.npy {CHANGED}": edit_index(checksums={}),
@@ -199,15 +202,6 @@ def test_rows_and_tokens_out_of_range_are_refused(tmp_path):
         token_dataset(tmp_path / "a", seq_len=0)
     with pytest.raises(FileNotFoundError, match=r"not a token file: it has no index.json"):
         open_tokens(tmp_path)
-
-
-def test_a_writer_leaves_the_directory_of_another_one_alone(tmp_path):
-    def meanwhile():
-        yield [1]
-        write(tmp_path / "a")
-        yield [2]
-
-    assert write(tmp_path / "a", meanwhile()).documents == 2
 
 
 def test_a_link_to_a_directory_stays_a_link(tmp_path):
