@@ -85,7 +85,8 @@ def _prompt(tokenizer, messages):
 
 
 def _trained_text(tokenizer, example):
-    return tokenizer.decode(example.ids[example.trained])
+    ids = example.ids[example.trained]
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
 def _documents(rows):
@@ -97,56 +98,26 @@ def _documents(rows):
             yield row["input_ids"][mine].tolist(), row["labels"][mine].tolist(), number
 
 
-CHATS = [
-    [USER, ANSWER, *MORE],
-    [USER, ANSWER, USER],
-    [USER, {"role": "assistant", "content": ""}],
-    [USER, {"role": "assistant", "content": "  é ∑ 🙂🙂 .\n\n"}],
-]
 TEMPLATES = {"instruct": INSTRUCT, "tools": TOOLS}
 
 
 @pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-def test_the_ids_are_those_of_the_template(template):
+@given(turn=st.sampled_from([1, 3]), words=st.text("abc é🙂.\n", max_size=12))
+@settings(max_examples=12, deadline=None)
+def test_the_ids_are_the_templates_and_a_turns_words_and_its_end_are_trained(template, turn, words):
     tokenizer = _tokenizer(template)
-    for messages in CHATS:
-        (example,) = _encode(template, messages)
-        assert example.ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
-        assert example.ids.tolist().count(tokenizer.bos_token_id) == ("bos_token" in template)
-
-
-@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES)
-@given(turn=st.sampled_from([1, 3]), words=st.text("abc é🙂.\n", min_size=1, max_size=12))
-@settings(max_examples=8, deadline=None)
-def test_trained_are_the_tokens_that_change_with_the_words_and_the_end_of_turn(
-    template, turn, words
-):
-    """Found by writing other words and comparing ids, whatever the template says."""
-    tokenizer = _tokenizer(template)
-    chat = [USER, ANSWER, *MORE][: turn + 1]
-    end = tokenizer.convert_tokens_to_ids("</s>" if "eos_token" in template else "<|im_end|>")
-    prompt = _prompt(tokenizer, chat[:turn])
-
-    def encoded(content):
-        answer = {**chat[turn], "content": content}
-        (example,) = _encode(template, [*chat[:turn], answer, USER], first=turn)
-        return example
-
-    example = encoded(f"x{words}x")
-    ids = example.ids.tolist()
-    others = [encoded(other).ids.tolist() for other in ("yQy", "z~~z")]  # no letter in common
-    changed = min(_alike(ids, other) for other in others)
-    stop = len(ids) - min(_alike(ids[::-1], other[::-1]) for other in others)
-    start = _alike(ids, prompt)  # a template may also have the model write a space
-    assert start <= changed < stop
-    assert ids[stop] == end
-    assert np.flatnonzero(example.trained).tolist() == list(range(start, stop + 1))
-
-
-def _alike(one, other):
-    """Count the ids that two lists begin with alike."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((n for n, (a, b) in pairs if a != b), min(len(one), len(other)))
+    chat = [USER, ANSWER, *MORE, USER]
+    chat = [*chat[:turn], {**chat[turn], "content": words}, *chat[turn + 1 : turn + 2]]
+    for messages in (chat, chat[:-1]):
+        (example,) = _encode(template, messages, first=turn)
+        ids = tokenizer.apply_chat_template(messages, return_dict=False)
+        assert example.ids.tolist() == ids
+        assert ids.count(tokenizer.bos_token_id) == (template == INSTRUCT)
+        written = f" {words.strip()}</s>" if template == INSTRUCT else f"{words}<|im_end|>"
+        assert _trained_text(tokenizer, example) == written
+        start = len(_prompt(tokenizer, messages[:turn]))
+        stop = start + int(example.trained.sum())
+        assert example.trained[start:stop].all()
 
 
 def test_tool_calls_are_trained_and_their_results_are_not():
@@ -211,10 +182,9 @@ def test_a_completion_is_trained_with_its_end(adds_start, prompt):
     example = ChatEncoder(tokenizer).completion("line:1", prompt, "Four.")
     ids = example.ids.tolist()
     assert ids.count(tokenizer.bos_token_id) == (adds_start or "<s>" in prompt)
-    assert ids[-1] == tokenizer.eos_token_id
-    assert ids.count(tokenizer.eos_token_id) == 1
+    assert (ids[-1], ids.count(tokenizer.eos_token_id)) == (tokenizer.eos_token_id, 1)
     assert _trained_text(tokenizer, example).lstrip() == "Four.</s>"
-    with pytest.raises(ValueError, match="no eos_token, so a model never learns to stop"):
+    with pytest.raises(ValueError, match="no eos_token"):
         ChatEncoder(_tokenizer(None, eos=None)).completion("line:1", prompt, "Four.")
 
 

@@ -17,7 +17,7 @@ from pool import run_ranks
 import forgekit as fk
 from forgekit.data.packing import Bins, cached_bins, open_bins, pack
 from forgekit.data.rows import packed_dataset
-from forgekit.data.token_files import write_tokens
+from forgekit.data.token_files import open_tokens, write_tokens
 
 METHODS = ["best_fit", "sequential"]
 
@@ -141,18 +141,16 @@ def test_bins_on_disk_are_those_of_their_arguments_and_found_again(tmp_path):
 
 
 def test_bins_of_a_token_file_follow_its_tokens_and_its_tokenizer(tmp_path):
-    def paths_of(documents):
+    def bins_of_file(*documents):
         file = write_tokens(tmp_path / "a", documents, vocab_size=9, eos_id=0)
-        bins = cached_bins(tmp_path / "bins", file, 8)
-        assert bins.lengths.tolist() == [3, 2]
-        (tmp_path / "a" / "tokenizer.json").write_text("{}")
-        other = cached_bins(tmp_path / "bins", file, 8).path
-        (tmp_path / "a" / "tokenizer.json").unlink()
-        return bins.path, other
+        return cached_bins(tmp_path / "bins", file, 8)
 
-    first = paths_of([[1, 2], [3]])
-    assert paths_of([[1, 2], [3]]) == first
-    assert len({*first, *paths_of([[1, 2], [4]])}) == 4
+    other, first = bins_of_file([1, 2], [4]), bins_of_file([1, 2], [3])
+    assert first.lengths.tolist() == [3, 2]
+    assert bins_of_file([1, 2], [3]).path == first.path
+    (tmp_path / "a" / "tokenizer.json").write_text("{}")
+    tokenized = cached_bins(tmp_path / "bins", open_tokens(tmp_path / "a"), 8)
+    assert len({other.path, first.path, tokenized.path}) == 3
 
 
 def test_no_damage_of_bins_goes_unnoticed_and_they_are_made_anew(tmp_path):

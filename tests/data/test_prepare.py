@@ -37,18 +37,17 @@ def texts_of(file, tokenizer):
 def test_every_nth_document_is_held_out_and_nothing_is_prepared_twice(source, tmp_path):
     stages = []
 
-    def again(documents=source, **options):
-        options = {"vocab_size": 300, "held_out_every": 3} | options
-        report = {"progress": lambda *to: stages.append(to)}
-        return prepare(documents, tmp_path / "out", **options, **report)
+    def again(documents=source, vocab_size=300):
+        options = {"held_out_every": 3, "progress": lambda *to: stages.append(to)}
+        return prepare(documents, tmp_path / "out", vocab_size=vocab_size, **options)
 
     made = again()
     assert made.is_new
     tokenizer = load_tokenizer(made.path)
-    assert texts_of(made.train, tokenizer) == [TEXTS[i] for i in (0, 1, 3, 4)]
-    assert texts_of(made.held_out, tokenizer) == [TEXTS[i] for i in (2, 5)]
-    for file in (made.train, made.held_out):
-        size = sum(len(text.encode()) for text in texts_of(file, tokenizer))
+    for file, numbers in ((made.train, (0, 1, 3, 4)), (made.held_out, (2, 5))):
+        texts = texts_of(file, tokenizer)
+        assert texts == [TEXTS[number] for number in numbers]
+        size = len("".join(texts).encode())
         assert file.metadata["text_bytes"] == size
         assert token_dataset(file, 8).bytes_per_token == size / file.tokens
         assert (file.vocab_size, file.eos_id) == (300, 0)
@@ -65,7 +64,6 @@ def test_every_nth_document_is_held_out_and_nothing_is_prepared_twice(source, tm
     (tmp_path / "out" / "heldout" / "shard_00000.npy").write_bytes(b"")
     assert again(vocab_size=301).is_new
     long = [(name, text) for name, text in text_documents(source) if len(text) > 100]
-    assert 2 < len(long) < len(TEXTS)
     made = again(long)
     assert texts_of(made.held_out, load_tokenizer(made.path)) == [text for _, text in long[2::3]]
     assert not again(long.copy()).is_new
@@ -154,10 +152,8 @@ def test_memory_does_not_depend_on_the_amount_of_text(tmp_path, monkeypatch):
 def foreign_tokenizer(splits, words=()):
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = splits
-    alphabet = sorted(ByteLevel.alphabet())
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=alphabet, show_progress=False
-    )
+    options = {"initial_alphabet": sorted(ByteLevel.alphabet()), "show_progress": False}
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=400, **options)
     tokenizer.train_from_iterator(TEXTS, trainer)
     tokenizer.add_tokens(list(words))
     return tokenizer
@@ -182,23 +178,20 @@ def test_long_documents_have_the_ids_of_the_whole_text_with_any_tokenizer(tokeni
 
 
 def test_broken_documents_are_left_out_as_asked_counted_and_named(tmp_path, caplog):
-    file, out = tmp_path / "a.jsonl", tmp_path / "out"
+    file, own = tmp_path / "a.jsonl", tmp_path / "own.json"
     texts = write_lines(file, count=1500)
-    train_tokenizer(TEXTS, 300).save(str(tmp_path / "own.json"))
-    given = {"tokenizer": tmp_path / "own.json"}
+    train_tokenizer(TEXTS, 300).save(str(own))
     skipping = text_documents(file, errors="skip")
-    made = prepare(skipping, out, **given)
+    made = prepare(skipping, tmp_path / "out", tokenizer=own)
     named = made.train.metadata["first_broken"]
     assert (made.broken, len(named)) == (15, 10)
     assert named[1].startswith(f"{file}:195 cannot be read")
     assert caplog.records[1].message == f"left out: {named[1]}"
     assert made.train.documents + made.held_out.documents == len(texts)
-    assert not prepare(skipping, out, **given).is_new
-    with pytest.raises(ValueError, match=r"^\S+a.jsonl:98 cannot be read as JSON: Expec"):
-        prepare(file, out, **given)
+    assert not prepare(skipping, tmp_path / "out", tokenizer=own).is_new
     file.write_text("{\n{\n")
-    with pytest.raises(ValueError, match="there are no documents; a token file needs at least one"):
-        prepare(skipping, out, **given)
+    with pytest.raises(ValueError, match="there are no documents"):
+        prepare(skipping, tmp_path / "out", tokenizer=own)
 
 
 def test_the_tokenizer_learns_from_a_sample_all_over_the_training_documents(tmp_path):
@@ -233,22 +226,16 @@ def test_a_tokenizer_that_is_given_is_used_without_its_limits_and_texts_stay_tex
     ids = made.train.read(0, made.train.tokens).tolist()
     assert (ids[-1], ids.count(0), ids.count(290)) == (290, 0, 1)
     assert texts_of(made.train, kept) == [text]
-    message = r'no token .</s>.; its special tokens are "<\|endoftext\|>", "<\|end\|>". Name'
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r'no token .</s>.; .* "<\|endoftext\|>", "<\|end\|>"'):
         prepare(CORPUS, tmp_path / "other", **given, eos_token="</s>")
 
 
 def test_one_process_at_a_time_prepares_a_folder_and_foreign_files_stay(source, tmp_path):
-    messages = []
-
     def meanwhile(stage, done, total):
-        if not messages:
-            with pytest.raises(FileExistsError, match=r"another process is writing .*/out. Wait"):
-                prepare(source, tmp_path / "out", vocab_size=300)
-            messages.append(stage)
+        with pytest.raises(FileExistsError, match=r"another process is writing .*/out. Wait"):
+            prepare(source, tmp_path / "out", vocab_size=300)
 
-    prepare(source, tmp_path / "out", vocab_size=300, progress=meanwhile)
-    assert messages == ["tokenizer"]
+    assert prepare(source, tmp_path / "out", vocab_size=300, progress=meanwhile).is_new
     (tmp_path / "out" / "model.pt").write_text("precious")
     with pytest.raises(FileExistsError, match=r"holds files that were not written here"):
         prepare(source, tmp_path / "out", vocab_size=301)

@@ -17,12 +17,9 @@ import pyarrow
 import pytest
 import s3fs
 from buckets import open_bucket
-from pool import run_ranks
 from pyarrow import parquet
-from runs import arguments, load_recipe, signal_handlers_kept
 
 import forgekit as fk
-from forgekit.config import load_config
 from forgekit.data import (
     cached_bins,
     load_tokenizer,
@@ -102,19 +99,19 @@ def test_every_format_is_read_as_from_a_local_folder_and_from_each_position(text
 def test_what_is_prepared_from_a_bucket_is_what_is_prepared_from_a_disk(
     bucket, texts, texts_url, tmp_path
 ):
-    def from_bucket():
-        return prepare(texts_url, tmp_path / "remote", vocab_size=300)
-
-    local, remote = prepare(texts, tmp_path / "local", vocab_size=300), from_bucket()
+    local, remote = (
+        prepare(source, tmp_path / name, vocab_size=300)
+        for source, name in ((texts, "local"), (texts_url, "remote"))
+    )
     assert remote.train.fingerprint == local.train.fingerprint
     assert remote.held_out.fingerprint == local.held_out.fingerprint
     prepared = bucket.upload(local.path, "prepared")
     for file in (prepared, f"{prepared}/tokenizer.json", remote.path):
         assert load_tokenizer(file).to_str() == load_tokenizer(local.path).to_str()
-    assert not from_bucket().is_new
-    fs = s3fs.S3FileSystem()
+    assert not prepare(texts_url, tmp_path / "remote", vocab_size=300).is_new
+    before, fs = text_documents(texts_url).fingerprint, s3fs.S3FileSystem()
     fs.pipe_file(f"{texts_url}/sub/e.md", b"# Other")
-    assert from_bucket().is_new
+    assert text_documents(texts_url).fingerprint != before
     fs.pipe_file("s3://bucket/bin/a.bin", b"binary")
     for read, url, message in (
         (load_tokenizer, texts_url, "tokenizer.json does not exist"),
@@ -216,21 +213,12 @@ def test_a_file_of_many_blocks_reads_like_its_copy_and_each_block_is_fetched_onc
     assert bucket.requests - before == 6 + 3  # six blocks; the index (two), the listing, no offsets
 
 
-def test_documents_bins_and_a_recipe_come_from_a_url(folder, url, tmp_path):
+def test_documents_and_bins_come_from_a_url(folder, url, tmp_path):
     local, remote = open_tokens(folder / "b"), open_tokens(f"{url}/b")
     for ids, expected in zip(token_documents(remote), token_documents(local), strict=True):
         assert ids.tolist() == expected.tolist()
     bins = cached_bins(tmp_path / "bins", remote, SEQ_LEN)
     assert bins.path == cached_bins(tmp_path / "bins", local, SEQ_LEN).path
-    recipe, read = load_recipe("pretrain"), []
-    for where in (folder, url):
-        given = arguments(out=tmp_path / "out", data__path=f"{where}/b", steps=1)
-        with signal_handlers_kept():
-            made = recipe.setup(load_config(recipe.Config, given))
-            held = [batch.clone() for batch in made.held_out]
-            read.append([next(iter(made.loader)).clone(), *held])
-            made.loader.close()
-    assert_same(*read)
 
 
 @pytest.mark.parametrize("blocks", [0, 3])
@@ -313,14 +301,3 @@ def test_a_stop_is_heard_while_data_are_out_of_reach(url, bucket):
         with pytest.raises(StoppedError, match="SIGTERM while waiting for data"):
             next(iter(loader))
     assert time.monotonic() - began < 10
-
-
-def _read(rank, world, where, variables):
-    os.environ.update(variables)
-    return batches(windows(where), rank=rank, world=world, workers=1)
-
-
-def test_ranks_that_share_a_cache_read_what_they_read_from_a_disk(folder, url, bucket, cache):
-    variables = {**bucket.variables, "FORGEKIT_CACHE": str(cache)}
-    for rank, read in enumerate(run_ranks(_read, 2, url, variables, group=False)):
-        assert_same(read, batches(windows(folder), rank=rank, world=2))

@@ -136,7 +136,7 @@ SHARD = "shard_00002.npy"
 CHANGED = "has another checksum"
 DAMAGE = {
     r"00002.npy cannot be read \(mmap length is": edit(SHARD, lambda old: old[:-3]),
-    "00002.npy .* it holds float16": edit(SHARD, lambda old: old.replace(b"<u2", b"<f2")),
+    "00002.npy .*it holds float16": edit(SHARD, lambda old: old.replace(b"<u2", b"<f2")),
     "has 12 tokens in .* index.json says 13": edit(
         SHARD, lambda old: old.replace(b"(3,)", b"(2,)")
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import attrs
@@ -71,5 +72,20 @@ def build_state(stream: RolloutStream, mesh: Any = None, model: nn.Module | None
     return State.create(model, optimizer, mesh=mesh, stream=stream)
 
 
-def build_step(stream: RolloutStream, **options: Any) -> Any:
-    return fk.make_step(loss_fn, schedule=fk.constant(0.1), end=stream, **options)
+def train(
+    stream: RolloutStream,
+    micro_batches: int = 1,
+    loss: Any = loss_fn,
+    *,
+    state: State | None = None,
+    steps: int | None = None,
+    saved: bool = False,
+    **options: Any,
+) -> State:
+    """Steps on a stream, each of them committed, up to its end or so many."""
+    state = build_state(stream) if state is None else state
+    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream, **options)
+    for group in itertools.islice(fk.groups(stream, micro_batches, end=stream), steps):
+        state, _ = step(state, group)
+        stream.commit(state, saved=saved)
+    return state

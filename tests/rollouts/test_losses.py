@@ -63,6 +63,8 @@ def of_trl(batch: TensorDict, log_probs: Tensor, **options: Any) -> Tensor:
             return None
 
     corrects = options.pop("corrects", False)
+    args = Stub(use_bias_correction_kl=options.pop("weighs_kl", False), steps_per_generation=1)
+    nothing = torch.zeros_like(log_probs)
     stub = Stub(
         loss_type="grpo",
         beta=0.0,
@@ -72,36 +74,35 @@ def of_trl(batch: TensorDict, log_probs: Tensor, **options: Any) -> Tensor:
         max_completion_length=LONGEST,
         current_gradient_accumulation_steps=1,
         top_entropy_quantile=1.0,
-        aux_loss_enabled=False,
         use_vllm=corrects,
         vllm_importance_sampling_correction=corrects,
-        args=Stub(use_bias_correction_kl=options.pop("weighs_kl", False), steps_per_generation=1),
+        args=args,
         accelerator=Stub(num_processes=1, gather=lambda x: x, reduce=lambda x, **_: x),
         _metrics={"train": defaultdict(list)},
-        _get_per_token_logps_and_entropies=lambda *_, **__: (
-            log_probs,
-            torch.zeros_like(log_probs),
-            None,
-        ),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, nothing, None),
     )
     vars(stub).update(options, model=SimpleNamespace(training=True))
     mask = (batch["labels"] != -100).long()
     ids = torch.zeros_like(mask)
-    old = batch["old_log_probs"] if corrects else batch["log_probs"]
+    weights = (batch["old_log_probs"] - batch["log_probs"]).exp().clamp(max=2.0)
     inputs = {
         "prompt_ids": ids[:, :1],
         "prompt_mask": ids[:, :1] + 1,
         "completion_ids": ids,
         "completion_mask": mask,
         "advantages": batch["advantages"][:, 0],
-        "old_per_token_logps": old,
+        "old_per_token_logps": batch["old_log_probs" if corrects else "log_probs"],
         "ref_per_token_logps": batch["reference"],
         "num_items_in_batch": mask.sum(),
-        "importance_sampling_ratio": (batch["old_log_probs"] - batch["log_probs"])
-        .exp()
-        .clamp(max=2.0),
+        "importance_sampling_ratio": weights,
     }
     return GRPOTrainer._compute_loss(stub, stub.model, inputs)
+
+
+def clip(low: float, high: float, **options: Any) -> dict[str, Any]:
+    """Of trl; of a whole sequence's ratio."""
+    level = {"importance_sampling_level": "sequence", "epsilon_low": low, "epsilon_high": high}
+    return level | options
 
 
 PARITY = {
@@ -112,21 +113,14 @@ PARITY = {
     "bnpo": (ppo_loss, {}, {"loss_type": "bnpo"}),
     "dapo": (dapo_loss, {}, {"loss_type": "dapo", "epsilon_high": 0.28}),
     "dr_grpo": (dr_grpo_loss, {"max_length": LONGEST}, {"loss_type": "dr_grpo"}),
-    "gspo": (
-        gspo_loss,
-        {"clip": (0.05, 0.1)},
-        {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.1},
-    ),
+    "gspo": (gspo_loss, {"clip": (0.05, 0.1)}, clip(0.05, 0.1)),
     "gspo, k3 by ratio": (
-        gspo_loss,
-        {"clip": 0.1, "kl": KL(0.2, ratio=True)},
-        {"importance_sampling_level": "sequence", "epsilon_low": 0.1, "epsilon_high": 0.1}
-        | {"beta": 0.2, "weighs_kl": True},
+        *(gspo_loss, {"clip": 0.1, "kl": KL(0.2, ratio=True)}),
+        clip(0.1, 0.1, beta=0.2, weighs_kl=True),
     ),
     "cispo": (cispo_loss, {"most": 1.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),
     "truncated": (
-        ppo_loss,
-        {"correction": ImportanceCorrection(2.0)},
+        *(ppo_loss, {"correction": ImportanceCorrection(2.0)}),
         {"loss_type": "bnpo", "corrects": 1},
     ),
 }
@@ -194,22 +188,22 @@ def log_policy(parameters: Tensor) -> Tensor:
     )
 
 
-def expected_gradient(sampler: Tensor, policy: Tensor, **options: Any) -> Tensor:
-    """Of ``ppo_loss`` over all texts, each as often as the sampler draws it; times tokens."""
+def expected_gradient(sampler: Tensor, policy: Tensor, kl: KL) -> Tensor:
+    """Of the penalty over all texts, each as often as the sampler draws it; times tokens."""
     leaf = policy.clone().requires_grad_()
     log_probs, sampled = log_policy(leaf), log_policy(sampler).detach()
-    chances = sampled.sum(1).exp()
+    columns = {
+        "labels": torch.tensor(texts()),
+        "log_probs": sampled,
+        "advantages": torch.zeros(9, 2),
+        "lengths": torch.full((9, 2), 2),
+        "reference": log_policy(REFERENCE),
+    }
     total = torch.zeros((), dtype=torch.float64)
-    for number, (one, two) in enumerate(texts()):
-        columns = {
-            "labels": torch.tensor([[one, two]]),
-            "log_probs": sampled[number : number + 1],
-            "advantages": REWARDS[number].expand(1, 2),
-            "lengths": torch.full((1, 2), 2),
-            "reference": log_policy(REFERENCE)[number : number + 1],
-        }
-        loss = ppo_loss(log_probs[number : number + 1], TensorDict(columns, [1]), **options)
-        total = total + chances[number] * loss.sum
+    for number, chance in enumerate(sampled.sum(1).exp()):
+        batch = TensorDict(columns, [9])[number : number + 1]
+        loss = ppo_loss(log_probs[number : number + 1], batch, clip=OPEN, kl=kl)
+        total = total + chance * loss.sum
     return torch.autograd.grad(total, leaf)[0]
 
 
@@ -217,32 +211,9 @@ def drawn(seed: int) -> Tensor:
     return torch.randn(4, VOCABULARY, generator=torch.Generator().manual_seed(seed)).double()
 
 
-REWARDS = torch.randn(9, generator=torch.Generator().manual_seed(5)).double()
-NONE = torch.zeros(9, dtype=torch.float64)
 REFERENCE = drawn(1)
 OPEN: Any = (1.0, 1e9)
 """A clip that ends no gradient."""
-
-
-def test_on_policy_the_gradient_is_that_of_the_expected_reward():
-    policy = drawn(0).requires_grad_()
-    reward = (log_policy(policy).sum(1).exp() * REWARDS).sum()
-    truth = torch.autograd.grad(-reward, policy)[0]
-    found = expected_gradient(policy.detach(), policy.detach())
-    torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
-
-
-def test_a_groups_mean_shrinks_the_gradient_and_does_not_turn_it():
-    """Over all pairs of texts that a group of two may be."""
-    policy = drawn(0).requires_grad_()
-    of_text = log_policy(policy).sum(1)
-    truth = torch.autograd.grad(-(of_text.exp() * REWARDS).sum(), policy, retain_graph=True)[0]
-    chances, total = of_text.exp().detach(), torch.zeros((), dtype=torch.float64)
-    for both in map(list, itertools.product(range(9), repeat=2)):
-        advantages = group_advantages(REWARDS[both], [0, 0], scale=None)
-        total = total - chances[both].prod() * (advantages * of_text[both]).mean()
-    found = torch.autograd.grad(total, policy)[0]
-    torch.testing.assert_close(found, truth / 2, rtol=0, atol=1e-12)
 
 
 def divergence(policy: Tensor, sampler: Tensor, *, forward: bool) -> Tensor:
@@ -256,11 +227,10 @@ def divergence(policy: Tensor, sampler: Tensor, *, forward: bool) -> Tensor:
 @pytest.mark.parametrize("off_policy", [False, True])
 @pytest.mark.parametrize("ratio", [False, True])
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
-def test_gradients_of_penalties_are_what_their_docstring_says(monkeypatch, kind, ratio, off_policy):
-    monkeypatch.setitem(globals(), "REWARDS", NONE)
+def test_gradients_of_penalties_are_what_their_docstring_says(kind, ratio, off_policy):
     policy = drawn(0)
     sampler = drawn(2) if off_policy else policy
-    found = expected_gradient(sampler, policy, clip=OPEN, kl=KL(1.0, kind, ratio=ratio))
+    found = expected_gradient(sampler, policy, KL(1.0, kind, ratio=ratio))
     leaf = policy.clone().requires_grad_()
     truths = {
         way: torch.autograd.grad(divergence(leaf, sampler, forward=way == "forward"), leaf)[0]
@@ -293,38 +263,34 @@ def test_a_group_with_nothing_to_prefer_has_no_advantages_and_a_reward_is_a_numb
         group_advantages([1.0, 0.0, float("nan")], ["a", "a", "b"])
 
 
-def answers() -> tuple[list[Any], Any, list[float], list[str]]:
-    prompts = [torch.tensor([4, 5]), torch.tensor([6]), torch.tensor([4, 5])]
+def test_a_batch_holds_the_sampled_ids_and_its_metrics_are_means_over_answers():
     ids = [torch.tensor(x) for x in ([4, 5, 1, 2, 3], [6, 9], [4, 5, 8])]
     log_probs = [torch.tensor(x) for x in ([-1.0, -2.0, -3.0], [-0.5], [-0.25])]
-    generated = SimpleNamespace(ids=ids, log_probs=log_probs)
-    return prompts, generated, [1.0, 5.0, 0.0], ["p", "q", "p"]
-
-
-def test_rewards_and_lengths_are_means_over_answers_however_long():
-    trained = [[True, False, True], [True], [True]]
-    batch = rollout_batch(*answers(), trained=trained, pad_to=9)
+    batch = rollout_batch(
+        [torch.tensor([4, 5]), torch.tensor([6]), torch.tensor([4, 5])],
+        SimpleNamespace(ids=ids, log_probs=log_probs),
+        [1.0, 5.0, 0.0],
+        ["p", "q", "p"],
+        trained=[[True, False, True], [True], [True]],
+        versions=[[7, 7, 8], [7], [7]],
+        pad_to=9,
+    )
+    assert {name: column[0, :7].tolist() for name, column in batch.items()} == {
+        "input_ids": [4, 5, 1, 2, 6, 4, 5],
+        "labels": [-100, 1, -100, 3, 9, -100, 8],
+        "log_probs": [0, -1.0, 0, -3.0, -0.5, 0, -0.25],
+        "advantages": [0, 1.0, 0, 1.0, 0, 0, -1.0],
+        "rewards": [0, 1.0, 0, 1.0, 5.0, 0, 0],
+        "versions": [0, 7, 0, 8, 7, 0, 7],
+        "lengths": [0, 2, 0, 2, 1, 0, 1],
+        "doc_ids": [0, 0, 0, 0, 1, 2, 2],
+        "position_ids": [0, 1, 2, 3, 0, 0, 1],
+    }
+    assert batch["labels"][:, 7:].tolist() == [[-100, -100]]
     for loss in (grpo_loss(batch["log_probs"], batch), dapo_loss(batch["log_probs"], batch)):
         means = {name: float(a / b) for name, (a, b) in loss.metrics.items()}
         assert means["rollout/reward"] == pytest.approx((1.0 + 5.0 + 0.0) / 3)
         assert means["rollout/length"] == pytest.approx((2 + 1 + 1) / 3)
-
-
-def test_a_batch_holds_the_sampled_ids_and_what_each_token_was_sampled_with():
-    trained = [[True, False, True], [True], [True]]
-    versions = [[7, 7, 8], [7], [7]]
-    batch = rollout_batch(*answers(), versions=versions, trained=trained, pad_to=7)
-    assert {name: column.tolist() for name, column in batch.items()} == {
-        "input_ids": [[4, 5, 1, 2, 6, 4, 5]],
-        "labels": [[-100, 1, -100, 3, 9, -100, 8]],
-        "log_probs": [[0, -1.0, 0, -3.0, -0.5, 0, -0.25]],
-        "advantages": [[0, 1.0, 0, 1.0, 0, 0, -1.0]],
-        "rewards": [[0, 1.0, 0, 1.0, 5.0, 0, 0]],
-        "versions": [[0, 7, 0, 8, 7, 0, 7]],
-        "lengths": [[0, 2, 0, 2, 1, 0, 1]],
-        "doc_ids": [[0, 0, 0, 0, 1, 2, 2]],
-        "position_ids": [[0, 1, 2, 3, 0, 0, 1]],
-    }
 
 
 def test_a_mistyped_word_is_refused_where_it_would_choose_another_loss():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fakeredis import FakeRedis, FakeServer
-from rollouts.answers import State, build_state, build_step, loss_fn, message, numbers
+from rollouts.answers import Policy, State, build_state, loss_fn, message, numbers, train
 
 import forgekit as fk
 from forgekit.rollouts.sources import RedisSource
@@ -73,18 +73,13 @@ def counted() -> tuple[list[int], Any]:
 
 def test_no_message_is_made_before_its_micro_batch_is_due():
     made, source = counted()
-    stream = RolloutStream(source, batch_size=2)
-    state, seen = build_state(stream), []
+    seen: list[int] = []
 
     def loss(model: Any, batch: Any) -> fk.Loss:
         seen.append(len(made))
         return loss_fn(model, batch)
 
-    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream)
-    for group in itertools.islice(fk.groups(stream, 3, end=stream), 2):
-        assert len(made) == 2 * len(seen)
-        state, _ = step(state, group)
-        stream.commit(state, saved=False)
+    train(RolloutStream(source, batch_size=2), 3, loss, steps=2)
     assert seen == [2, 4, 6, 8, 10, 12]
 
 
@@ -119,15 +114,9 @@ def test_a_generator_waits_until_fewer_messages_wait():
     assert redis.xlen("rollouts") == 3
 
 
-def trained(redis: FakeRedis, steps: int, state: State | None = None, **options: Any) -> State:
-    """Steps of two messages on what a server has; a fresh reader, as of a process that starts."""
-    stream = RolloutStream(RedisSource(redis), batch_size=2, **options)
-    state = build_state(stream) if state is None else state
-    step = build_step(stream)
-    for group in itertools.islice(fk.groups(stream, 1, end=stream), steps):
-        state, _ = step(state, group)
-        stream.commit(state, saved=False)
-    return state
+def trained(redis: FakeRedis, steps: int) -> State:
+    """Steps of two messages on what a server has."""
+    return train(RolloutStream(RedisSource(redis), batch_size=2), steps=steps)
 
 
 def left(redis: FakeRedis) -> list[int]:
@@ -143,23 +132,6 @@ def test_messages_are_acknowledged_with_the_state_that_was_saved(tmp_path):
     assert left(redis) == [*range(8)]
     state.stream.commit(state)
     assert left(redis) == [4, 5, 6, 7]
-
-
-@pytest.mark.parametrize("killed", ["after the read", "before the commit", "after the commit"])
-def test_a_trainer_that_is_killed_repeats_what_no_saved_state_has_trained(tmp_path, killed):
-    redis = filled(8)
-    state = trained(redis, steps=1)
-    fk.checkpoint_save(state, tmp_path, blocking=True)
-    if killed != "before the commit":
-        state.stream.commit(state)
-    if killed == "after the read":
-        next(state.stream)
-    # What it held is gone with it; another process comes with its name.
-    stream = RolloutStream(RedisSource(redis), batch_size=2)
-    state = fk.checkpoint_load(build_state(stream), tmp_path)
-    assert (state.samples, stream.samples) == (2, 2)
-    assert left(redis) == [*range(2, 8)]
-    assert numbers(next(stream)) == [2, 3]
 
 
 def test_what_a_loaded_state_has_trained_is_not_trained_while_redis_is_away(tmp_path):
@@ -188,27 +160,23 @@ def test_a_lost_reply_is_read_again():
     assert numbers(next(stream)) == [0]
 
 
-def spoiled(model: Any, batch: Any, *, by: int) -> fk.Loss:
-    loss = loss_fn(model, batch)
-    return fk.Loss(
-        loss.sum * (torch.nan if by in numbers(batch) else 1.0), loss.count, loss.metrics
-    )
+def spoiling(is_bad: Any, seen: list[Any]) -> Any:
+    """A loss that is NaN where ``is_bad`` of the messages, which it notes."""
+
+    def loss(model: Any, batch: Any) -> fk.Loss:
+        seen.append(numbers(batch))
+        found = loss_fn(model, batch)
+        factor = torch.nan if is_bad(seen[-1]) else 1.0
+        return fk.Loss(found.sum * factor, found.count, found.metrics)
+
+    return loss
 
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_bad_step_gives_its_messages_back_and_a_spoiled_one_is_set_aside(saved):
-    redis = ended(filled(4))
+    redis, seen = ended(filled(4)), list[Any]()
     stream = RolloutStream(RedisSource(redis), batch_size=1, attempts=2)
-    state, seen = build_state(stream), []
-
-    def loss(model: Any, batch: Any) -> fk.Loss:
-        seen.append(numbers(batch))
-        return spoiled(model, batch, by=1)
-
-    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream)
-    for group in fk.groups(stream, 1, end=stream):
-        state, _ = step(state, group)
-        stream.commit(state, saved=saved)
+    state = train(stream, 1, spoiling(lambda given: given == [1], seen), saved=saved)
     stream.commit(state)
     assert seen == [[0], [1], [1], [2], [3], []]
     assert left(redis) == []
@@ -218,32 +186,23 @@ def test_a_bad_step_gives_its_messages_back_and_a_spoiled_one_is_set_aside(saved
 
 
 def test_a_bad_last_step_is_tried_again():
-    stream = RolloutStream(map(message, range(3)))
-    state = build_state(stream)
-    is_bad = iter([True, False])
-
-    def loss(model: Any, batch: Any) -> fk.Loss:
-        return spoiled(model, batch, by=2 if numbers(batch) == [2] and next(is_bad) else 99)
-
-    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream)
-    for group in fk.groups(stream, 2, end=stream):  # the last one knows that no more will come
-        state, _ = step(state, group)
-        stream.commit(state, saved=False)
+    """Its group knows that no more will come."""
+    seen: list[Any] = []
+    loss = spoiling(lambda given: given == [2] and seen.count([2]) == 1, seen)
+    state = train(RolloutStream(map(message, range(3))), 2, loss)
     assert (state.step, int(state.targets)) == (4, 9)
 
 
 def test_a_step_that_failed_gives_its_messages_back():
     stream = RolloutStream(map(message, range(4)), batch_size=2)
-    state, step = build_state(stream), build_step(stream)
+    state = build_state(stream)
     with pytest.raises(ZeroDivisionError):
-        fk.accumulate(state, fk.groups(stream, 1).__next__(), lambda *_: 1 / 0)
+        fk.accumulate(state, next(fk.groups(stream, 1)), lambda *_: 1 / 0)
     with pytest.raises(RuntimeError, match="up to 2 were handed out and the state has taken"):
         stream.commit(state)
     stream.give_back()
-    state, _ = step(state, next(fk.groups(stream, 1, end=stream)))
-    stream.commit(state)
-    assert state.samples == 2
-    assert int(state.targets) == 6
+    state = train(stream, state=state, steps=1)
+    assert (state.samples, int(state.targets)) == (2, 6)
 
 
 MALFORMED = {
@@ -285,25 +244,21 @@ def test_a_reward_that_is_no_number_is_refused_where_it_is_put():
 def test_staleness_is_the_trainers_version_less_that_of_each_token():
     one = {"prompts": [[1], [1]], "ids": [[1, 2, 3], [1, 4, 5, 6]], "rewards": [0, 1]}
     one |= {"log_probs": [[-1.0] * 2, [-1.0] * 3], "versions": [[3, 3], [5, 4, 3]]}
-    stream = RolloutStream(iter([one, one]))
+    stream = RolloutStream(iter([one]))
     stream.version = 5
-    assert next(stream)["staleness"].tolist() == [[0, 1, 2], [2, 2, 0]]
-    stream.give_back()
-    state, step = build_state(stream), build_step(stream)
-    _, metrics = step(state, next(fk.groups(stream, 1, end=stream)))
-    assert float(metrics["rollout/staleness"]) == 7 / 5
+    batch = next(stream)
+    assert batch["staleness"].tolist() == [[0, 1, 2], [2, 2, 0]]
+    total, count = loss_fn(Policy(), batch).metrics["rollout/staleness"]
+    assert (float(total), float(count)) == (7, 5)
 
 
 def test_a_wait_ends_with_the_stop_request_and_loses_nothing():
     redis = filled(3)
     stop = fk.StopSignal(signals=())
     stream = RolloutStream(RedisSource(redis), batch_size=2, stop=stop)
-    state, step = build_state(stream), build_step(stream, stop=stop)
     began = time.monotonic()
     threading.Timer(0.5, stop.request, ["enough"]).start()
-    for group in fk.groups(stream, 2, end=stream):  # 3 of 4 have come
-        state, _ = step(state, group)
-        stream.commit(state)
+    state = train(stream, 2, saved=True, stop=stop)  # 3 of 4 have come
     assert time.monotonic() - began < 20
     assert int(state.targets) == 6
     assert left(redis) == [2]
@@ -311,17 +266,14 @@ def test_a_wait_ends_with_the_stop_request_and_loses_nothing():
 
 def test_a_wait_that_is_too_long_says_who_waits_for_what():
     stream = RolloutStream(RedisSource(filled(1)), batch_size=2, timeout_s=0.1)
-    with pytest.raises(
-        TimeoutError,
-        match=r"rank 0, reader 0 of 1, has waited \d s for sample 0 of the Redis stream 'rollouts' "
-        r"\(consumer 'rank0'\), and 1 of 2 messages came. Are the generators alive",
-    ):
+    says = r"rank 0, reader 0 of 1, .* for sample 0 of .* 'rank0'.*, and 1 of 2 messages came"
+    with pytest.raises(TimeoutError, match=says):
         next(stream)
 
 
 def test_what_would_lose_rollouts_silently_is_refused():
     stream = RolloutStream(map(message, itertools.count()))
-    state, step = build_state(stream), build_step(stream)
+    state, step = build_state(stream), fk.make_step(loss_fn, schedule=fk.constant(0.1), end=stream)
     groups = fk.groups(stream, 1, end=stream)
     state, _ = step(state, next(groups))
     with pytest.raises(RuntimeError, match="samples 0 to 1 were handed out and not committed"):
@@ -336,5 +288,5 @@ def test_what_would_lose_rollouts_silently_is_refused():
     other = {**RolloutStream(iter(())).state_dict(), "reader": [1, 2]}
     with pytest.raises(ValueError, match=r"that of reader \[1, 2\], and this is \[0, 1\]"):
         stream.load_state_dict(other)
-    with pytest.raises(TypeError, match="source is a int; pass a source, a queue, an iterable"):
+    with pytest.raises(TypeError, match="source is a int"):
         RolloutStream(3)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from pool import run_again
 from redis import Redis
-from rollouts.answers import VOCABULARY, build_state, loss_fn, message, numbers
+from rollouts.answers import VOCABULARY, build_state, loss_fn, message, numbers, train
 
 import forgekit as fk
 from forgekit.rollouts.batch import join_rollouts
@@ -25,6 +25,7 @@ SPEC = fk.TransformerSpec(
     vocab_size=VOCABULARY, dim=8, layers=1, heads=2, kv_heads=2, ffn_dim=8, max_seq_len=8
 )
 DATA, SHARED = {"dp_shard": 2}, {"tp": 2}
+SEEN = [[0], [1], [2], [], [], []]
 
 
 class Silent:
@@ -89,28 +90,28 @@ def train_job(rank: int, world: int, kind: str, layout: dict[str, int]) -> Any:
         is_bad = kind == "bad" and seen[-1] == [101] and next(spoiled, False)
         return fk.Loss(found.sum * (torch.nan if is_bad else 1.0), found.count, found.metrics)
 
-    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream, audit=layout == DATA)
     try:
-        for group in fk.groups(stream, 2, end=stream):
-            state, _ = step(state, group)
-            stream.commit(state, saved=False)
+        state = train(stream, 2, loss, state=state, audit=layout == DATA)
     except RuntimeError as error:
         return seen, str(error)
     return seen, (state.step, state.samples, int(state.targets))
 
 
-def test_ranks_whose_rollouts_end_at_different_times_end_together():
-    (first, one), (second, other) = run_again(train_job, 2, "ragged", DATA)
-    assert first == [[0], [1], [2], [3], [4], [], [], []]
-    assert second == [[100], [101], [], [], [], [], [], []]
-    assert one == other == (4, 16, 3 * 7)
+RAGGED = [[0], [1], [2], [3], [4], [], [], []], [[100], [101], [], [], [], [], [], []]
+BAD = [[[n], [n + 1], [n], [n + 1], [n + 2], [], [], []] for n in (0, 100)]
+ENDS: dict[str, Any] = {  # layout, messages of both ranks, and step, samples, targets
+    "ragged": (DATA, *RAGGED, (4, 16, 3 * 7)),
+    "bad": (DATA, *BAD, (4, 16, 6 * 3)),  # tried again by both
+    "shared": (SHARED, SEEN, SEEN, (3, 6, 9)),
+    "each": (SHARED, SEEN, SEEN, (3, 6, 9)),
+    "stopped": (SHARED, [[], []], [[], []], (1, 2, 0)),
+}
 
 
-def test_a_bad_step_of_all_ranks_is_tried_again_by_all():
-    (first, one), (second, other) = run_again(train_job, 2, "bad", DATA)
-    assert first == [[0], [1], [0], [1], [2], [], [], []]
-    assert second == [[100], [101], [100], [101], [102], [], [], []]
-    assert one == other == (4, 16, 6 * 3)
+@pytest.mark.parametrize("kind", ENDS)
+def test_ranks_train_what_their_sources_have_and_end_together(kind):
+    layout, first, second, totals = ENDS[kind]
+    assert run_again(train_job, 2, kind, layout) == [(first, totals), (second, totals)]
 
 
 BROKEN = {
@@ -126,19 +127,6 @@ def test_a_source_that_fails_on_one_rank_raises_on_all_after_the_step(kind):
     assert {error for _, error in results} == {BROKEN[kind]}
     assert results[0][0][:2] == [[0], [1]]
     assert len(results[0][0]) == len(results[1][0])
-
-
-@pytest.mark.parametrize("kind", ["shared", "each"])
-def test_ranks_that_share_data_have_one_reader_or_one_source_each(kind):
-    (first, one), (second, other) = run_again(train_job, 2, kind, SHARED)
-    assert first == second == [[0], [1], [2], [], [], []]
-    assert one == other == (3, 6, 9)
-
-
-def test_a_stop_request_of_any_rank_ends_the_wait_of_all_that_share_data():
-    (first, one), (second, other) = run_again(train_job, 2, "stopped", SHARED)
-    assert first == second == [[], []]
-    assert one == other == (1, 2, 0)
 
 
 def failed_step_job(rank: int, world: int) -> list[list[int]]:

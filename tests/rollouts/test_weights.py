@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from lab import SPEC, build_state, full_tensors, global_batch, head_loss, lay_out
+from lab import SPEC, build_state, full_tensors, global_batch, head_loss, is_kept, lay_out
 from pool import RankError, run_again, run_ranks
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -74,9 +73,7 @@ def test_what_is_there_already_is_not_read_again(tmp_path, monkeypatch):
 
 def test_a_generator_waits_for_the_first_weights(tmp_path):
     state = state_of(build())
-    with pytest.raises(
-        fk.CheckpointError, match=r"no trainer has published weights at .* in 0.1 s"
-    ):
+    with pytest.raises(fk.CheckpointError, match=r"no trainer has published weights at .* 0.1 s"):
         read_weights(build(), tmp_path, timeout_s=0.1)
     later = threading.Timer(0.3, publish_weights, (state, tmp_path / "new" / "folder", 4))
     later.start()
@@ -84,52 +81,27 @@ def test_a_generator_waits_for_the_first_weights(tmp_path):
     later.join()
 
 
-def rewrite(path: Path, change: Any) -> None:
-    """Change the tensors of a file and leave its canary what it is."""
-    with safe_open(path, "pt") as file:
-        tensors, metadata = {n: file.get_tensor(n) for n in file.keys()}, file.metadata()  # noqa: SIM118
-    tensors, canary = change(tensors, json.loads(metadata["forgekit"]))
-    save_file(tensors, path, {"forgekit": json.dumps(canary)})
+def make_old(folder: Path) -> None:
+    """Put the tensors from before the step into the file, and leave its canary what it is."""
+    with safe_open(folder / weights.FILE, "pt") as file:
+        names, metadata = [*file.keys()], file.metadata()
+    old = build().state_dict()
+    save_file({name: old[name].contiguous() for name in names}, folder / weights.FILE, metadata)
 
 
-def checksummed(tensors: dict[str, Any], canary: dict[str, Any]) -> Any:
-    """As a trainer would write it that publishes these tensors."""
-    crc32 = 0
-    for tensor in tensors.values():
-        crc32 = weights.zlib.crc32(tensor.numpy().tobytes(), crc32)
-    return tensors, {**canary, "names": [*tensors], "crc32": f"{crc32:08x}"}
-
-
-def half(tensors: dict[str, Any], canary: dict[str, Any]) -> Any:
-    return {name: tensors[name] for name in sorted(tensors)[::2]}, canary
-
-
-def all_old(tensors: dict[str, Any], canary: dict[str, Any]) -> Any:
-    old = state_of(build()).model.state_dict()
-    return {name: old[name].contiguous() for name in tensors}, canary
-
-
-PART, OTHER = "a part is missing or old", "is of another model: this one lacks .*, has"
 FAULTS = {
-    "old weights": (all_old, {}, PART),
-    "half the tensors": (half, {}, PART),
-    "half the tensors, said to be all": (lambda *of: checksummed(*half(*of)), {}, OTHER),
-    "old weights, said to be new": (
-        lambda *of: checksummed(*all_old(*of)),
-        {},
-        r"with version 2 the trainer and this generator are .* nats apart on the probe",
-    ),
-    "a tied head lost": (None, {"tied": False}, rf"{OTHER} \['output.weight'\] besides"),
-    "an adapter of the generator's": (None, {"adapters": True}, f"{OTHER} .*lora"),
+    "a part is missing or old": ({}, make_old),
+    r"lacks .*, has \['output.weight'\] besides": ({"tied": False}, None),
+    "is of another model: .*lora": ({"adapters": True}, None),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_not_the_trainers_is_refused(tmp_path, fault):
-    change, reader, message = FAULTS[fault]
+@pytest.mark.parametrize("message", FAULTS)
+def test_what_is_not_the_trainers_is_refused(tmp_path, message):
+    reader, damage = FAULTS[message]
     publish_weights(stepped(state_of(build())), tmp_path, version=2)
-    if change is not None:
-        rewrite(tmp_path / weights.FILE, change)
+    if damage is not None:
+        damage(tmp_path)
     with pytest.raises(fk.CheckpointError, match=message):
         read_weights(build(**reader), tmp_path)
 
@@ -211,10 +183,9 @@ def layout_job(rank: int, world: int, folder: str, layout: dict[str, int]) -> An
     )
     state = stepped(first, world, fk.data_ranks(first.mesh)[0])
     canary = publish_weights(state, folder, version=1)
-    whole, generator = full_tensors(state.model), generator.model
-    assert read_weights(generator, folder) == canary
-    for name, tensor in full_tensors(generator).items():
-        assert torch.equal(tensor, whole[name]), name
+    whole = full_tensors(state.model)
+    assert read_weights(generator.model, folder) == canary
+    assert is_kept(generator.model, whole)
     return whole if rank == 0 else None
 
 
@@ -223,8 +194,7 @@ def test_every_layout_publishes_the_whole_for_one_process(tmp_path, layout):
     whole, _ = run_again(layout_job, 2, str(tmp_path), layout)
     model = fk.Transformer(EVEN).double()
     read_weights(model, tmp_path)
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, whole[name]), name
+    assert is_kept(model, whole)
 
 
 def pipelined(rank: int, world: int, folder: str) -> None:
@@ -232,7 +202,5 @@ def pipelined(rank: int, world: int, folder: str) -> None:
 
 
 def test_pipelines_are_refused(tmp_path):
-    with pytest.raises(
-        RankError, match="split into pipeline stages, and no rank can run the probe"
-    ):
+    with pytest.raises(RankError, match="split into pipeline stages"):
         run_ranks(pipelined, 2, str(tmp_path))
