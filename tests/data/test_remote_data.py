@@ -159,16 +159,9 @@ def windows(where, name="a", **options):
     return fk.token_dataset(f"{where}/{name}", SEQ_LEN, **options)
 
 
-def packed(where, name="b"):
-    file = open_tokens(f"{where}/{name}")
-    return fk.packed_dataset(file, fk.pack(np.diff(file.offsets), SEQ_LEN))
-
-
-def mixed(where):
-    parts = {name: packed(where, name) for name in "ab"}
-    sizes = {name: len(part) for name, part in parts.items()}
-    phases = [fk.Phase(start=40, weights={"a": 0})]
-    return fk.mixture_dataset(parts, fk.make_order(sizes, seed=5, phases=phases))
+def held_out(where):
+    file = open_tokens(f"{where}/b")
+    return fk.packed_dataset(file, fk.pack(np.diff(file.offsets), SEQ_LEN)).held_out()
 
 
 def batches(dataset, count=12, **options):
@@ -186,8 +179,7 @@ def assert_same(batches, expected):
 MADE = {
     "windows": windows,
     "documents apart": partial(windows, name="b", doc_ids=True),
-    "mixed": mixed,
-    "held out": lambda where: packed(where).held_out(),
+    "packed": held_out,
 }
 
 

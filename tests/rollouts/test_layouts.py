@@ -1,4 +1,4 @@
-"""Losses of lazily streamed rollouts in every layout, against the full batch in float64."""
+"""Losses of streamed rollouts in every layout, against the full batch in float64."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 from covering import first_of
-from lab import SPEC, full_tensors, relative_error
+from lab import SPEC, mean_gradients, relative_error
 from pool import RankError, run_again, run_ranks
 from rollouts.answers import build_state
 from torch import Tensor, nn
@@ -127,29 +127,15 @@ def build(kind: str) -> nn.Module:
 def gradients_job(rank: int, world: int, layout: str, name: str, split: str, kind: str) -> Any:
     _, sizes, spec = LAYOUTS[layout]
     mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu") if world > 1 else None
-    data, datas = fk.data_ranks(mesh)
-    made: list[int] = []
-    seen: list[int] = []
-
-    def generate() -> Any:
-        for number, message in enumerate(rank_messages(data, datas, kind)):
-            made.append(number)
-            yield message
-
-    size = SPLITS[split]
-    stream = RolloutStream(generate(), size, to_batch=with_reference, mesh=mesh)
+    messages, size = rank_messages(*fk.data_ranks(mesh), kind), SPLITS[split]
+    stream = RolloutStream(messages, size, to_batch=with_reference, mesh=mesh)
     state = build_state(stream, mesh, build(spec))
 
     def loss(model: Any, batch: Any) -> fk.Loss:
-        seen.append(len(made))
         return LOSSES[name](log_probs_of(model, batch), batch)
 
     group = next(fk.groups(stream, -(-COUNT // size), end=stream))
-    totals = fk.reduce_totals(fk.accumulate(state, group, loss), state)
-    if seen and made and world == 1:
-        assert seen == [min(COUNT, size * (n + 1)) for n in range(len(group))]
-    scale = 1 / (float(totals["targets"]) * float(state.loss_scale))
-    return {n: g * scale for n, g in full_tensors(state.model, gradients=True).items()}
+    return mean_gradients(state, group, loss)
 
 
 def cells() -> list[Any]:

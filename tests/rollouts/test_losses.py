@@ -188,14 +188,16 @@ def log_policy(parameters: Tensor) -> Tensor:
     )
 
 
-def expected_gradient(sampler: Tensor, policy: Tensor, kl: KL) -> Tensor:
-    """Of the penalty over all texts, each as often as the sampler draws it; times tokens."""
+def expected_gradient(
+    sampler: Tensor, policy: Tensor, rewards: Tensor, kl: KL | None = None
+) -> Tensor:
+    """Of ``ppo_loss`` over all texts, each as often as the sampler draws it; times tokens."""
     leaf = policy.clone().requires_grad_()
     log_probs, sampled = log_policy(leaf), log_policy(sampler).detach()
     columns = {
         "labels": torch.tensor(texts()),
         "log_probs": sampled,
-        "advantages": torch.zeros(9, 2),
+        "advantages": rewards[:, None].expand(9, 2),
         "lengths": torch.full((9, 2), 2),
         "reference": log_policy(REFERENCE),
     }
@@ -216,6 +218,14 @@ OPEN: Any = (1.0, 1e9)
 """A clip that ends no gradient."""
 
 
+def test_on_policy_the_gradient_is_that_of_the_expected_reward():
+    policy, rewards = drawn(0).requires_grad_(), drawn(5).flatten()[:9]
+    reward = (log_policy(policy).sum(1).exp() * rewards).sum()
+    truth = torch.autograd.grad(-reward, policy)[0]
+    found = expected_gradient(policy.detach(), policy.detach(), rewards)
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+
+
 def divergence(policy: Tensor, sampler: Tensor, *, forward: bool) -> Tensor:
     """KL of both tokens to the reference, given what the sampler put before them."""
     tables, reference = policy.log_softmax(-1), REFERENCE.log_softmax(-1)
@@ -230,7 +240,7 @@ def divergence(policy: Tensor, sampler: Tensor, *, forward: bool) -> Tensor:
 def test_gradients_of_penalties_are_what_their_docstring_says(kind, ratio, off_policy):
     policy = drawn(0)
     sampler = drawn(2) if off_policy else policy
-    found = expected_gradient(sampler, policy, KL(1.0, kind, ratio=ratio))
+    found = expected_gradient(sampler, policy, torch.zeros(9), KL(1.0, kind, ratio=ratio))
     leaf = policy.clone().requires_grad_()
     truths = {
         way: torch.autograd.grad(divergence(leaf, sampler, forward=way == "forward"), leaf)[0]
