@@ -72,6 +72,18 @@ def build_state(stream: RolloutStream, mesh: Any = None, model: nn.Module | None
     return State.create(model, optimizer, mesh=mesh, stream=stream)
 
 
+def spoiling(is_bad: Any, seen: list[Any]) -> Any:
+    """A loss that is NaN where ``is_bad`` of the messages, which it notes."""
+
+    def loss(model: Any, batch: Any) -> fk.Loss:
+        seen.append(numbers(batch))
+        found = loss_fn(model, batch)
+        factor = torch.nan if is_bad(seen[-1]) else 1.0
+        return fk.Loss(found.sum * factor, found.count, found.metrics)
+
+    return loss
+
+
 def train(
     stream: RolloutStream,
     micro_batches: int = 1,

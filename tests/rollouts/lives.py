@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -11,7 +12,7 @@ from typing import Any
 
 import attrs
 import torch
-from rollouts.answers import Policy, State, loss_fn, message, numbers
+from rollouts.answers import Policy, State, message, spoiling
 from torch import Tensor
 
 import forgekit as fk
@@ -56,27 +57,23 @@ def train(
             end()
 
     stream = RolloutStream(RedisSource(redis), batch_size=2)
-    model, seen = Policy(), list[int]()
+    model, seen = Policy(), list[list[int]]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     counts = torch.zeros(total, dtype=torch.int64)
     state = Counted.create(model, optimizer, stream=stream, counts=counts)
     if fk.latest_checkpoint(folder) is not None:
         state = fk.checkpoint_load(state, folder)
 
-    def noting(model: Any, batch: Any) -> fk.Loss:
-        seen.extend(numbers(batch))
-        loss = loss_fn(model, batch)
-        factor = torch.nan if state.step == bad_step else 1.0
-        return fk.Loss(loss.sum * factor, loss.count, loss.metrics)
-
-    step = fk.make_step(noting, schedule=fk.constant(0.1), end=stream)
+    loss = spoiling(lambda _: state.step == bad_step, seen)
+    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream)
     for group in fk.groups(stream, 1, end=stream):
         seen.clear()
         reach("started")
         state, metrics = step(state, group)
         reach("trained")
         if not metrics["skipped"]:
-            times = torch.bincount(torch.tensor(seen, dtype=torch.int64), minlength=total)
+            trained = torch.tensor([*itertools.chain(*seen)], dtype=torch.int64)
+            times = torch.bincount(trained, minlength=total)
             state = fk.donate(state, counts=state.counts + times)
         stream.commit(state, saved=False)
         reach("noted")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fakeredis import FakeRedis, FakeServer
-from rollouts.answers import Policy, State, build_state, loss_fn, message, numbers, train
+from rollouts.answers import Policy, State, build_state, loss_fn, message, numbers, spoiling, train
 
 import forgekit as fk
 from forgekit.rollouts.sources import RedisSource
@@ -158,18 +158,6 @@ def test_a_lost_reply_is_read_again():
     stream = RolloutStream(source)
     assert numbers(next(stream)) == [1]
     assert numbers(next(stream)) == [0]
-
-
-def spoiling(is_bad: Any, seen: list[Any]) -> Any:
-    """A loss that is NaN where ``is_bad`` of the messages, which it notes."""
-
-    def loss(model: Any, batch: Any) -> fk.Loss:
-        seen.append(numbers(batch))
-        found = loss_fn(model, batch)
-        factor = torch.nan if is_bad(seen[-1]) else 1.0
-        return fk.Loss(found.sum * factor, found.count, found.metrics)
-
-    return loss
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from pool import run_again
 from redis import Redis
-from rollouts.answers import VOCABULARY, build_state, loss_fn, message, numbers, train
+from rollouts.answers import VOCABULARY, build_state, loss_fn, message, numbers, spoiling, train
 
 import forgekit as fk
 from forgekit.rollouts.batch import join_rollouts
@@ -82,14 +82,7 @@ def train_job(rank: int, world: int, kind: str, layout: dict[str, int]) -> Any:
     )
     state = build_state(stream, mesh, fk.Transformer(SPEC) if layout == SHARED else None)
     seen: list[list[int]] = []
-    spoiled = iter([True])
-
-    def loss(model: Any, batch: Any) -> fk.Loss:
-        seen.append(numbers(batch))
-        found = loss_fn(model, batch)
-        is_bad = kind == "bad" and seen[-1] == [101] and next(spoiled, False)
-        return fk.Loss(found.sum * (torch.nan if is_bad else 1.0), found.count, found.metrics)
-
+    loss = spoiling(lambda given: kind == "bad" and seen.count([101]) == 1 and given == [101], seen)
     try:
         state = train(stream, 2, loss, state=state, audit=layout == DATA)
     except RuntimeError as error:
