@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from covering import first_of
-from lab import SPEC, full_tensors, lay_out, relative_error
+from distributed.models import logits_loss
+from lab import SPEC, lay_out, mean_gradients, reference_gradients, relative_error
 from pool import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -20,8 +21,7 @@ from torch import nn
 import forgekit as fk
 from forgekit.model.transformer import Block
 
-# Fewest micro-batches on two and four ranks, and one more (or the next that fits).
-SPECS = {2: attrs.evolve(SPEC, layers=4), 4: attrs.evolve(SPEC, layers=8)}
+DEEP = attrs.evolve(SPEC, layers=4)  # two stages on a rank
 
 
 def _batches(count, places=6, seed=0):
@@ -39,39 +39,20 @@ def _batches(count, places=6, seed=0):
     return batches
 
 
-def _logits_loss(model, batch):
-    return fk.cross_entropy(model(batch["input_ids"], doc_ids=batch["doc_ids"]), batch["labels"])
+def _expected(batches):
+    """Gradients of the mean, and the loss, of one process; torch alone."""
+    return reference_gradients(fk.Transformer(DEEP), [batches])
 
 
-def _reference(model, batches):
-    """Gradient of the summed loss, the loss and the number of targets; torch alone."""
-    model = model.double()
-    total = torch.zeros((), dtype=torch.float64)
-    for batch in batches:
-        logits = model(batch["input_ids"], doc_ids=batch["doc_ids"]).flatten(0, 1)
-        total = total + F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
-    total.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    targets = sum(int((batch["labels"] != -100).sum()) for batch in batches)
-    return gradients, float(total.detach()), targets
+def _state(schedule, model=None, **sizes):
+    model = fk.Transformer(DEEP).double() if model is None else model
+    return lay_out(model, {"pp": 2, **sizes}, pipeline_schedule=schedule)
 
 
-def _state(world, schedule, dtype=torch.float64, model=None, sizes=None, **options):
-    model = fk.Transformer(SPECS[world]).to(dtype) if model is None else model
-    return lay_out(model, sizes or {"pp": world}, pipeline_schedule=schedule, **options)
-
-
-def _gradients(state):
-    scale = float(state.loss_scale)
-    return {n: g.double() / scale for n, g in full_tensors(state.model, gradients=True).items()}
-
-
-def _error(state, expected):
-    found = _gradients(state)
+def _error(state, batches, expected):
+    found = mean_gradients(state, batches, logits_loss)
     assert found.keys() == dict(state.model.named_parameters()).keys()
-    scale = max(float(g.abs().max()) for g in expected.values())
-    mine = {name: expected[name] / scale for name in found}
-    return relative_error({n: g / scale for n, g in found.items()}, mine)
+    return relative_error(found, {name: expected[name] for name in found})
 
 
 class _Stream:
@@ -89,39 +70,38 @@ class _Stream:
             yield batch
 
 
-def _check_lazy(rank, world, schedule, count):
-    state = _state(world, schedule)
-    fk.accumulate(state, _batches(count), _logits_loss)  # shapes are known from here on
-    events = []
+def _check_lazy(rank, world):
+    state, batches, events = _state("1f1b"), _batches(4), []
+    fk.accumulate(state, batches, logits_loss)  # shapes are known from here on
 
     def note(_module, _args, out):
         events.append("forward")
         out.register_hook(lambda _: events.append("backward"))
 
     state.layout.stages.modules[0].register_forward_hook(note)
-    fk.accumulate(state, _Stream(_batches(count), events), _logits_loss)
+    fk.accumulate(state, _Stream(batches, events), logits_loss)
     pulls = [event for event in events if event != "backward"]
-    assert pulls == [event for n in range(count) for event in (f"pull {n}", "forward")]
+    assert pulls == [event for n in range(4) for event in (f"pull {n}", "forward")]
     return events
 
 
 def test_a_micro_batch_is_pulled_when_its_first_stage_is_about_to_run():
-    first, _ = run_again(_check_lazy, 2, "1f1b", 4)
+    first, _ = run_again(_check_lazy, 2)
     ahead = ["pull 0", "forward", "pull 1", "forward", "backward", "pull 2", "forward"]
     assert first[:7] == ahead
 
 
 def _check_evaluation(rank, world, schedule, count):
     batches = [batch for n in range(count) for batch in _batches(1, places=3 + n % 3, seed=n)]
-    _, loss, targets = _reference(fk.Transformer(SPECS[world]), batches)
-    state = _state(world, schedule)
+    _, loss = _expected(batches)
+    state = _state(schedule)
     for given in (batches, iter(batches)):
-        found = fk.evaluate(state, given, _logits_loss)
-        assert float(found["loss"]) == pytest.approx(loss / targets, rel=1e-12)
+        found = fk.evaluate(state, given, logits_loss)
+        torch.testing.assert_close(found["loss"], loss, rtol=1e-12, atol=0)
     with pytest.raises(ValueError, match="evaluate got no micro-batch"):
-        fk.evaluate(state, [], _logits_loss)
-    fk.accumulate(state, _batches(4), _logits_loss)  # what evaluation learned serves a step
-    assert _error(state, _reference(fk.Transformer(SPECS[world]), _batches(4))[0]) < 1e-10
+        fk.evaluate(state, [], logits_loss)
+    batches = _batches(4)  # what evaluation learned serves a step
+    assert _error(state, batches, _expected(batches)[0]) < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -172,7 +152,7 @@ class _Short(list):
 
 def _check_refusals(rank, world):
     """Of what cannot run all ranks say so, before anything has run; then a step is what it is."""
-    state = _state(world, "1f1b", model=_Wrapped(SPECS[world]).double())
+    state = _state("1f1b", _Wrapped(DEEP).double())
     batches, refused = _batches(4), (ValueError, TypeError, RuntimeError)
     mine, others = _batches(2 + rank), _batches(4, places=6 + rank)
     torn = [[*batches[:2], *_batches(2, places=5)], [*batches[:3], dict(batches[3])]]
@@ -187,26 +167,25 @@ def _check_refusals(rank, world):
         r"have a len\(\) of 4 and ended after 3": _Short(batches[:3]) if rank else batches,
     }
     with pytest.raises(TypeError, match=r"'generator' has no len\(\)"):
-        fk.accumulate(state, (batch for batch in batches), _logits_loss)
+        fk.accumulate(state, (batch for batch in batches), logits_loss)
     for message, wrong in given.items():
         with pytest.raises(refused, match=message):
-            fk.accumulate(state, wrong, _logits_loss)
+            fk.accumulate(state, wrong, logits_loss)
         assert all(p.grad is None for p in state.model.parameters())
     for loss_fn, message in LOSSES.values():
         with pytest.raises(refused, match=message):
             fk.accumulate(state, batches, loss_fn)
     fk.evaluate(state, batches, _careful)
-    fk.accumulate(state, batches, _logits_loss)
-    assert _error(state, _reference(fk.Transformer(SPECS[world]), batches)[0]) < 1e-10
+    assert _error(state, batches, _expected(batches)[0]) < 1e-10
 
 
 def test_what_cannot_run_is_refused_on_all_ranks_and_the_step_can_be_tried_again():
     run_ranks(_check_refusals, 2, timeout_s=30)
 
 
-def _order(rank, world, schedule):
+def _order(rank, world):
     """What this rank sends and receives in an evaluation, in order."""
-    state, batches, order = _state(world, schedule), _batches(5), []
+    state, batches, order = _state("zbv"), _batches(5), []
     send, receive = dist.isend, dist.recv
 
     def noting(name, call, *args):
@@ -217,25 +196,24 @@ def _order(rank, world, schedule):
         mock.patch.object(dist, "isend", partial(noting, "send", send)),
         mock.patch.object(dist, "recv", partial(noting, "receive", receive)),
     ):
-        fk.evaluate(state, batches, _logits_loss)
+        fk.evaluate(state, batches, logits_loss)
     return order
 
 
 def test_an_evaluation_sends_in_the_order_in_which_the_other_rank_receives():
     """NCCL matches what two ranks exchange by one order for both directions; gloo does not."""
-    first, second = run_ranks(_order, 2, "zbv")
+    first, second = run_ranks(_order, 2)
     assert [{"send": "receive", "receive": "send"}[name] for name in first] == second
     assert {"send", "receive"} == set(first)
 
 
 def _torn_evaluation(rank, world):
-    state, batches = _state(world, "zbv"), _batches(5)
-    _, loss, targets = _reference(fk.Transformer(SPECS[world]), batches)
+    state, batches = _state("zbv"), _batches(5)
     for other in ([*batches[:3], *_batches(1, places=5), *batches[3:]], batches[:4]):
         with pytest.raises(ValueError, match="ranks of a pipeline came with different micro-ba"):
-            fk.evaluate(state, iter(other if rank else batches), _logits_loss)
-    found = fk.evaluate(state, batches, _logits_loss)
-    assert float(found["loss"]) == pytest.approx(loss / targets, rel=1e-12)
+            fk.evaluate(state, iter(other if rank else batches), logits_loss)
+    found = fk.evaluate(state, batches, logits_loss)
+    torch.testing.assert_close(found["loss"], _expected(batches)[1], rtol=1e-12, atol=0)
 
 
 def test_ranks_that_evaluate_different_micro_batches_all_say_so():
@@ -279,7 +257,7 @@ class _Trips:
 
     def loss(self, model, batch):
         self.count("before the call")
-        loss = _logits_loss(model, batch)
+        loss = logits_loss(model, batch)
         self.count("after the call")
         return loss
 
@@ -299,12 +277,11 @@ class _Pulled(list):
 
 
 def _tripped(rank, world, schedule, where, at, wrong, steps_before):
-    state = _state(2, schedule, sizes={"pp": 2, "dp_shard": world // 2})
+    state = _state(schedule, dp_shard=world // 2)
     batches = _batches(4)
-    expected, _, _ = _reference(fk.Transformer(SPECS[2]), batches)
-    expected = {name: g * (world // 2) for name, g in expected.items()}
+    expected, _ = _expected(batches)
     for _ in range(steps_before):
-        fk.accumulate(state, batches, _logits_loss)
+        fk.accumulate(state, batches, logits_loss)
     trips = _Trips(state, where if rank == wrong else "", at)
     for act in (fk.accumulate, fk.evaluate)[: 1 if where == "in backward" else 2]:
         trips.calls = 0
@@ -313,9 +290,7 @@ def _tripped(rank, world, schedule, where, at, wrong, steps_before):
         told = rf"rank {wrong}( of the pipeline)?: _Trip"
         assert rank == wrong or re.search(told, str(raised.value)), str(raised.value)
         assert act is fk.evaluate or all(p.grad is None for p in state.model.parameters())
-        trips.calls = at
-        fk.accumulate(state, batches, trips.loss)
-        assert _error(state, expected) < 1e-10
+        assert _error(state, batches, expected) < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -337,8 +312,8 @@ def test_an_exception_on_one_rank_reaches_every_rank_and_the_step_can_be_tried_a
 
 def _interrupted(rank, world):
     """Messages that are left on their way would arrive in a later step."""
-    state, batches, calls = _state(world, "gpipe"), _batches(3), []
-    fk.accumulate(state, batches, _logits_loss)
+    state, batches, calls = _state("gpipe"), _batches(3), []
+    fk.accumulate(state, batches, logits_loss)
 
     def interrupting(model, batch):
         calls.append(batch)
@@ -346,14 +321,14 @@ def _interrupted(rank, world):
             # What the first rank has sent would be cancelled if it were interrupted before.
             dist.barrier()
             raise KeyboardInterrupt
-        return _logits_loss(model, batch)
+        return logits_loss(model, batch)
 
     with pytest.raises(KeyboardInterrupt):
         fk.accumulate(state, batches, interrupting)
     assert all(p.grad is None for p in state.model.parameters())
     for again in (fk.accumulate, fk.evaluate):
         with pytest.raises(RuntimeError, match="an exception broke off an earlier schedule"):
-            again(state, batches, _logits_loss)
+            again(state, batches, logits_loss)
 
 
 def test_a_pipeline_that_an_interrupt_broke_off_is_refused_afterwards():
@@ -405,21 +380,21 @@ def _autocast_loss(model, batch):
 
 def _check_foreign(rank, world, schedule, loss_fn, dtype):
     model, batches = _Foreign().to(dtype), _batches(4)
-    for batch in batches:
-        loss_fn(model, batch).sum.backward()
-    expected = {n: p.grad.double() for n, p in model.named_parameters() if p.requires_grad}
-    state = _state(world, schedule, model=_Foreign().to(dtype), blocks="net.body")
-    fk.accumulate(state, batches, loss_fn)
-    found = _gradients(state)
+    losses = [loss_fn(model, batch) for batch in batches]
+    targets = sum(int(loss.count) for loss in losses)
+    sum(loss.sum for loss in losses).backward()
+    named = dict(model.named_parameters())
+    expected = {n: p.grad.double() / targets for n, p in named.items() if p.requires_grad}
+    model = _Foreign().to(dtype)
+    state = lay_out(model, {"pp": world}, pipeline_schedule=schedule, blocks="net.body")
+    found = mean_gradients(state, batches, loss_fn)
     trained = {n: p for n, p in state.model.named_parameters() if p.requires_grad}
     assert found.keys() == trained.keys()
     # Under autocast far below what bfloat16 rounds away.
     bound = 1e-10 if dtype == torch.float64 else 1e-6
     assert relative_error(found, {n: expected[n] for n in found}) < bound
-    draws = []
-    for _ in range(2):  # the rehearsal draws numbers of its own
-        fk.accumulate(state, _batches(4, places=5), loss_fn)
-        draws.append(_gradients(state))
+    short = _batches(4, places=5)  # the rehearsal draws numbers of its own
+    draws = [mean_gradients(state, short, loss_fn) for _ in range(2)]
     assert relative_error(*draws) == 0.0
 
 
