@@ -100,24 +100,25 @@ def own_batches(cell: Cell, mesh: Any, step: int) -> list[Any]:
 
 def run_cell(cell: Cell, laid_out: LaidOut) -> Found:
     """What this rank finds for a cell."""
-    sgd = _by_parts(cell, laid_out)
-    gradients, counts = sgd.pop("gradients"), sgd.pop("counts")
-    sgd["parameters"] = laid_out.send_parameters()
-    adamw = _by_make_step(cell, laid_out.state("adamw"))
-    adamw["parameters"] = laid_out.send_parameters()
-    found = {"start": laid_out.start, "gradients": gradients, "counts": counts}
-    return {**found, "sgd": sgd, "adamw": adamw}
+    found = {"start": laid_out.start, "sgd": _by_parts(cell, laid_out)}
+    found |= {key: found["sgd"].pop(key) for key in ("gradients", "counts")}
+    found["sgd"]["parameters"] = laid_out.send_parameters()
+    if "adamw" in cell.optimizers:
+        found["adamw"] = _by_make_step(cell, laid_out.state("adamw"))
+        found["adamw"]["parameters"] = laid_out.send_parameters()
+    return found
 
 
 def _by_parts(cell: Cell, laid_out: LaidOut) -> Found:
     """The step written out; gradients of the first step before they are clipped.
 
-    Nothing is proved first: that is left to ``_by_make_step``, on the same model.
+    Nothing is proved first if that is left to ``_by_make_step``, on the same model.
     """
     state, numbers, gradients, counts = laid_out.state("sgd"), [], {}, []
+    audit = "adamw" not in cell.optimizers
     for step in range(cell.steps):
         mine = own_batches(cell, state.mesh, step)
-        totals = fk.accumulate(state, mine, LOSSES[cell.loss], audit=False)
+        totals = fk.accumulate(state, mine, LOSSES[cell.loss], audit=audit)
         totals = fk.reduce_totals(totals, state)
         if step == 0:
             factor = fk.clip(totals).factor

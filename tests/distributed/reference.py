@@ -29,12 +29,16 @@ class Training:
 
     Attributes:
         balance: Loads and biases of routers after them, by name.
+        gradients: Of the first step.
+        chosen: What was chosen in it.
     """
 
     parameters: dict[str, Tensor]
     losses: list[float]
     norms: list[float]
     balance: dict[str, list[float]]
+    gradients: dict[str, Tensor]
+    chosen: Chosen
 
 
 @attrs.frozen
@@ -79,14 +83,12 @@ def _data(row: Row) -> tuple[object, ...]:
 def _expect(layout: str, micros: int, targets: str, packed: bool, count: int) -> Expected:
     row = ALL[layout]
     steps = [global_batch(row, micros, targets, packed, step) for step in range(count)]
-    model = _model(row)
-    start = {name: p.detach().clone() for name, p in model.named_parameters()}
-    gradients, _, chosen = _gradients(model.double(), steps[0])
-    gradients = {name: gradient.clone() for name, gradient in gradients.items()}
+    start = {name: p.detach() for name, p in _model(row).named_parameters()}
     training = {name: _train(row, steps, name) for name in BUILDERS}
     counts = [sum(int((b["labels"] != -100).sum()) for b in batches) for batches in steps]
     rows = [sum(b.shape[0] for b in batches) for batches in steps]
-    return Expected(start, gradients, training, counts, rows, *chosen)
+    first = training["sgd"]
+    return Expected(start, first.gradients, training, counts, rows, *first.chosen)
 
 
 def _model(row: Row) -> nn.Module:
@@ -98,9 +100,11 @@ def _model(row: Row) -> nn.Module:
 def _train(row: Row, steps: list[list[TensorDict]], name: str) -> Training:
     model = _model(row).double()
     optimizer = BUILDERS[name](model, fused=False)
-    losses, norms = [], []
+    losses, norms, first = [], [], ({}, ([], {}))
     for step, batches in enumerate(steps):
-        _, loss, _ = _gradients(model, batches)
+        gradients, loss, chosen = _gradients(model, batches)
+        if step == 0:
+            first = {name: gradient.clone() for name, gradient in gradients.items()}, chosen
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         losses.append(float(loss))
         assert norms[-1] > MAX_NORM, "clipping has to bite"
@@ -109,7 +113,7 @@ def _train(row: Row, steps: list[list[TensorDict]], name: str) -> Training:
         optimizer.step()
         follow(model)
     parameters = {n: p.detach() for n, p in model.named_parameters()}
-    return Training(parameters, losses, norms, balance_of(model))
+    return Training(parameters, losses, norms, balance_of(model), *first)
 
 
 def _gradients(

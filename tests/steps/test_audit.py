@@ -35,7 +35,6 @@ REPLICAS = {"dp_replicate": 2, "dp_shard": 1}
 WRAPS = {
     "tensor": lambda logits: logits,
     "namespace": lambda logits: SimpleNamespace(logits=logits),
-    "closure": lambda logits: lambda: logits,
 }
 
 
@@ -59,7 +58,7 @@ class _Model(nn.Module):
 
 def _loss(model, batch):
     out = model(batch["x"])
-    logits = out if isinstance(out, torch.Tensor) else out() if callable(out) else out.logits
+    logits = out if isinstance(out, torch.Tensor) else out.logits
     return fk.cross_entropy(logits, batch["labels"])
 
 
@@ -73,16 +72,6 @@ def _keeps(state, step, batches, error, match):
     with pytest.raises(error, match=match):
         step(state, batches)
     return is_kept(state.model, before)
-
-
-def _opaque(rank, world, wrap, sizes, sync):
-    state = lay_out(_Model(wrap).double(), sizes)
-    match = r"never reduced the gradients of 4 param"
-    return _keeps(state, _step(sync=sync), vectors(rank), UnreducedError, match)
-
-
-def test_an_output_that_fsdp_cannot_see_through_is_refused():
-    assert run_again(_opaque, 2, "closure", REPLICAS, "every") == [True, True]
 
 
 def _skipping_loss(model, batch):

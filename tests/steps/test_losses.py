@@ -4,33 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from lab import Watch
-from torch import Tensor
+from steps.projections import (
+    DIM,
+    HIDDEN,
+    LABELS,
+    MASKED,
+    PLACES,
+    ROWS,
+    VOCAB,
+    WEIGHT,
+    draw,
+    reference,
+)
 
 import forgekit as fk
 from forgekit.steps import cross_entropy as cross_entropy_file
 
-ROWS, PLACES, VOCAB, DIM = 3, 5, 11, 7
 NAN, INF = float("nan"), float("inf")
-
-
-def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (3 * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
-
-
-LABELS = torch.randint(0, VOCAB, (ROWS, PLACES), generator=torch.Generator().manual_seed(1))
-LABELS[0, 2:] = -100
-LABELS[2, 1] = -100
-MASKED = LABELS == -100
-
-
-def reference(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
-    """From the targets' rows alone."""
-    rows, labels = logits[labels != -100].double(), labels[labels != -100]
-    squares = torch.stack([row.exp().sum().log().square() for row in rows])
-    return F.cross_entropy(rows, labels, reduction="sum") + z_loss * squares.sum()
 
 
 @pytest.fixture(params=["logits", "linear"])
@@ -71,8 +62,7 @@ def test_cross_entropy_equals_torch_whatever_stands_in_masked_logits(z_loss, val
 @pytest.mark.parametrize(("z_loss", "chunk", "value"), CASES)
 def test_linear_cross_entropy_equals_torch_in_chunks_of_any_size(monkeypatch, z_loss, chunk, value):
     monkeypatch.setattr(cross_entropy_file, "chunk_rows", lambda weight: chunk)
-    clean = draw(ROWS, PLACES, DIM).requires_grad_()
-    weight = (draw(VOCAB, DIM, seed=2) / 3).requires_grad_()
+    clean, weight = HIDDEN.clone().requires_grad_(), WEIGHT.clone().requires_grad_()
     dirty = clean.detach().masked_fill(MASKED[..., None], value or 0.0).requires_grad_()
     loss = fk.linear_cross_entropy(dirty, weight, LABELS, z_loss)
     expected = reference(clean @ weight.T, LABELS, z_loss)
@@ -81,10 +71,7 @@ def test_linear_cross_entropy_equals_torch_in_chunks_of_any_size(monkeypatch, z_
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-3])
 def test_sixteen_bit_inputs_have_a_float32_loss(loss_of, z_loss):
-    inputs = [
-        draw(ROWS, PLACES, DIM, dtype=torch.bfloat16).requires_grad_(),
-        (draw(VOCAB, DIM, seed=2) / 3).bfloat16().requires_grad_(),
-    ]
+    inputs = [HIDDEN.bfloat16().requires_grad_(), WEIGHT.bfloat16().requires_grad_()]
     loss = loss_of(*inputs, LABELS, z_loss)
     wide = [x.detach().double().requires_grad_() for x in inputs]
     expected = reference(wide[0] @ wide[1].T, LABELS, z_loss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lab import alone, full, full_tensors, is_kept, lay_out, mean_gradients, relative_error, vectors
-from pool import run_again
+from pool import run_again, run_ranks
 from torch import nn
 
 import forgekit as fk
@@ -89,9 +89,9 @@ READ = {
 }
 
 
-def _state(sizes, kind=""):
+def _state(sizes, kind="", **options):
     plan = {"layers.*.linear": "replicate"} if "tp" in sizes else None
-    return lay_out(_Model(kind).double(), sizes, plan=plan)
+    return lay_out(_Model(kind).double(), sizes, plan=plan, **options)
 
 
 def _read(rank, world, name, sizes):
@@ -133,35 +133,45 @@ def test_a_shard_that_a_loss_reads_is_refused(name, sizes):
     run_again(_refused, 2, name, sizes)
 
 
-MIXED = {"all squares": _all_squares, "module inside": _module_inside}
-OUTSIDE = (
-    "computes with sharded parameters outside of the model's own forward, .* weight decay"
-    "|as a parameter is while FSDP has not gathered it: read it inside forward"
-)
+def _slope(model, batch):
+    """A gradient penalty: it differentiates through the gradient."""
+    x = batch["x"].clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return fk.Loss(out.square().sum() + slope.square().sum(), len(x))
 
 
-def _mixed(rank, world, name, sizes, kind):
-    state = _state(sizes, kind)
-    with pytest.raises(
-        ValueError, match=OUTSIDE if not kind else r"FSDP has freed\. Either FSDP saw"
-    ):
-        fk.accumulate(state, vectors(rank), MIXED.get(name, _loss))
+OUTSIDE = "computes with sharded parameters outside of the model's own forward, .* weight decay"
+MIXED = {
+    "all squares": (_all_squares, OUTSIDE),
+    "module inside": (_module_inside, OUTSIDE),
+    "kept": (_loss, r"FSDP has freed\. Either FSDP saw"),
+    "slope": (_slope, "FSDP has freed.* loss_fn differentiates through the"),
+}
+
+
+def _mixed(rank, world, name, sizes, options):
+    state, (loss_fn, message) = _state(sizes, name, **options), MIXED[name]
+    with pytest.raises(ValueError, match=message):
+        fk.accumulate(state, vectors(rank), loss_fn)
     assert all(p.grad is None for p in state.model.parameters())
     return True
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "kind"),
+    ("name", "sizes", "options"),
     [
-        ("all squares", {"tp": 2}, ""),
-        ("module inside", REPLICAS, ""),
-        ("", REPLICAS, "kept"),
+        ("all squares", {"tp": 2}, {}),
+        ("module inside", REPLICAS, {}),
+        ("kept", REPLICAS, {}),
+        ("slope", {}, {}),
+        ("slope", {}, {"reshard_after_forward": False}),
     ],
 )
 def test_shards_that_meet_plain_tensors_and_blocks_that_fsdp_cannot_follow_are_named(
-    name, sizes, kind
+    name, sizes, options
 ):
-    assert run_again(_mixed, 2, name, sizes, kind) == [True, True]
+    assert run_ranks(_mixed, 2, name, sizes, options) == [True, True]
 
 
 def _skips_the_first(rank, world):

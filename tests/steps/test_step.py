@@ -353,14 +353,19 @@ def test_a_model_that_returns_a_tensordict_is_refused():
         step(state, [_some_batch()])
 
 
-def _metric_named_loss(model, batch):
-    return fk.Loss(model(batch["x"]).sum(), 1, {"loss": (1.0, 1)})
+def _metrics_loss(name, metric=(12.0, 4)):
+    def loss_fn(model, batch):
+        total = model(batch["x"]).sum()
+        return fk.Loss(total, 3, {name: metric, "plain": torch.tensor(5.0)})
+
+    return loss_fn
 
 
 BAD = [
     ([], lambda m, b: None, ValueError, "a step got no micro-batch"),
     ([_some_batch()], lambda m, b: fk.Loss(b["x"].sum(), 1), ValueError, "does not depend on any"),
-    ([_some_batch()], _metric_named_loss, ValueError, r"reports \['loss'\], names that every"),
+    ([_some_batch()], _metrics_loss("loss"), ValueError, r"reports \['loss'\], names that every"),
+    ([_some_batch()], _metrics_loss("a", (torch.ones(2), 1)), ValueError, r"of shape \(2,\)"),
 ]
 
 
@@ -369,7 +374,7 @@ def test_bad_input_to_a_step(batches, loss_fn, error, message):
     state = _linear_state()
     with pytest.raises(error, match=message):
         fk.accumulate(state, batches, loss_fn)
-    assert state.step == 0
+    assert all(p.grad is None for p in state.model.parameters())
 
 
 @pytest.mark.parametrize("max_norm", [0.0, float("nan")])
@@ -378,15 +383,7 @@ def test_a_max_norm_that_is_not_positive_is_refused(max_norm):
         fk.clip(fk.Totals.of(targets=1, grad_sq=1.0, loss_scale=1.0), max_norm=max_norm)
 
 
-# Names, metrics, donation
-
-
-def _metrics_loss(name):
-    def loss_fn(model, batch):
-        total = model(batch["x"]).sum()
-        return fk.Loss(total, 3, {name: (batch["x"].sum() * 2, 4), "plain": torch.tensor(5.0)})
-
-    return loss_fn
+# Metrics, noise
 
 
 def test_own_metrics_are_sums_over_counts():

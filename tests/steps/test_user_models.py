@@ -6,18 +6,16 @@ import pytest
 import torch
 from lab import (
     SPEC,
-    alone,
     build_state,
     full_tensors,
     global_batch,
     is_kept,
-    lay_out,
     logits_loss,
     mean_gradients,
     reference_gradients,
     relative_error,
 )
-from pool import run_again, run_ranks
+from pool import run_ranks
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -27,25 +25,6 @@ import forgekit as fk
 
 def _batches(rank, world, seed=0):
     return [row[rank] for row in global_batch(world, seed=seed)]
-
-
-class _TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 2), nn.Linear(3, 2)
-
-    def forward(self, x, head):
-        return (self.a if head == 0 else self.b)(self.body(x))
-
-
-def _two_heads_loss(model, batch):
-    return fk.Loss(model(batch["x"], int(batch["head"][0])).square().sum(), len(batch))
-
-
-def _head_batch():
-    x = torch.arange(6.0).reshape(2, 3)
-    return TensorDict({"x": x, "head": torch.zeros(2, dtype=torch.long)}, [2])
 
 
 def _wrapped_by_the_user(rank, world):
@@ -155,61 +134,3 @@ def test_sixteen_bit_parameters_keep_a_factor_near_one():
     fk.update(state, correction, lr=0.0, totals=totals)
     assert torch.equal(model.weight.grad, (gradient.float() * 0.999).bfloat16())
     assert torch.equal(model.weight, before)
-
-
-def _unused(rank, world):
-    state = lay_out(_TwoHeads()) if world > 1 else alone(_TwoHeads())
-    step = fk.make_step(_two_heads_loss, schedule=fk.constant(0.1))
-    for _ in range(3):
-        state, _ = step(state, [_head_batch()])
-    return full_tensors(state.model)
-
-
-def test_an_unused_parameter_is_treated_alike_in_every_layout():
-    """Its gradient is zero, not missing: AdamW decays it and counts its steps everywhere."""
-    alone = _unused(0, 1)
-    for found in run_again(_unused, 2):
-        assert relative_error(found, alone) < 1e-5
-
-
-def _penalty(model, batch):
-    x = batch["x"].clone().requires_grad_()
-    out = model(x)
-    (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    return fk.Loss(out.square().sum() + slope.square().sum(), len(x))
-
-
-class _Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def _with_penalty(rank, world, options):
-    state = lay_out(_Blocks().double(), **options)
-    batch = TensorDict({"x": torch.full((3, 4), 1.0 + rank, dtype=torch.float64)}, [3])
-    with pytest.raises(ValueError, match=r"FSDP has freed.* loss_fn differentiates through the"):
-        fk.accumulate(state, [batch, batch], _penalty)
-
-
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["freed", "kept"])
-def test_a_gradient_penalty_is_refused_where_parameters_are_sharded(options):
-    run_ranks(_with_penalty, 2, options)
-
-
-def test_a_vector_metric_is_refused_and_leaves_no_gradient():
-    state = build_state({}, 1)
-
-    def loss_fn(model, batch):
-        loss = logits_loss(model, batch)
-        return fk.Loss(loss.sum, loss.count, {"vector": (torch.ones(2), 1)})
-
-    with pytest.raises(ValueError, match=r"metric of shape \(2,\)"):
-        fk.accumulate(state, _batches(0, 1), loss_fn)
-    assert all(p.grad is None for p in state.model.parameters())

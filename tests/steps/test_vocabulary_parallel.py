@@ -7,10 +7,9 @@ import math
 import attrs
 import pytest
 import torch
-import torch.nn.functional as F
 from lab import SPEC, Watch, global_batch, lay_out
 from pool import run_again
-from steps.projections import DIM, HIDDEN, LABELS, MASKED, VOCAB, WEIGHT, draw
+from steps.projections import DIM, HIDDEN, LABELS, MASKED, VOCAB, WEIGHT, draw, reference
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -30,12 +29,6 @@ def spread(tensor: Tensor, mesh: DeviceMesh, placement: object) -> DTensor:
     """A leaf; every rank cuts what it has."""
     local = distribute_tensor(tensor, mesh, [placement], src_data_rank=None)
     return local.detach().requires_grad_()
-
-
-def reference(logits: Tensor, labels: Tensor, z_loss: float) -> Tensor:
-    rows, labels = logits[labels != -100], labels[labels != -100]
-    squares = [row.exp().sum().log().square() for row in rows]
-    return F.cross_entropy(rows, labels, reduction="sum") + z_loss * sum(squares, torch.zeros(()))
 
 
 def expected_by_logits(logits: Tensor, labels: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
