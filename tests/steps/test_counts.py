@@ -115,7 +115,7 @@ def _wrong_count(rank, world, layout, counts):
 COUNTED = [(1, {}), (2, {"dp_shard": 2}), (2, {"cp": 2}), (2, {"pp": 2})]
 
 
-@pytest.mark.parametrize(("name", "sizes"), in_turn(list(WRONG_COUNTS) * 2, COUNTED))
+@pytest.mark.parametrize(("name", "sizes"), in_turn(list(WRONG_COUNTS), COUNTED))
 def test_a_step_with_a_count_below_zero_is_a_bad_one_on_every_rank(name, sizes):
     """Also where the other counts make the sum a positive one."""
     (world, layout), counts = sizes, WRONG_COUNTS[name]

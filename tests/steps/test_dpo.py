@@ -109,15 +109,6 @@ def test_the_stored_figures_are_those_of_trl_today(tmp_path):
         assert values == pytest.approx(stored[kind], rel=1e-5, abs=1e-6)
 
 
-def test_an_answers_first_token_without_a_prompt_is_neither_scored_nor_counted():
-    """Uniform over 4 tokens: each scored one costs log 4; ids are 3 and 2 long, ends included."""
-    labels = torch.tensor([[1, 2, -100, 3, -100]])
-    doc_ids = torch.tensor([[0, 0, 0, 1, 1]])
-    found = fk.document_log_probs(torch.zeros(1, 5, 4), labels, doc_ids)
-    assert found.counts.tolist() == [[2, 1, 0, 0, 0]]
-    assert found.sums[0, :2].tolist() == pytest.approx([-2 * math.log(4), -math.log(4)], rel=1e-6)
-
-
 def test_the_first_step_has_a_loss_of_ln_2_and_no_margin():
     """Adapters add nothing yet, dropout of what they take or not."""
     model = fk.add_lora(model_of(0), rank=4, alpha=16.0, targets="*.query", dropout=0.5)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from covering import in_turn
 from lab import alone, full_tensors, is_kept, lay_out, mean_gradients, relative_error
-from pool import run_again
+from pool import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 
@@ -127,17 +127,22 @@ def test_a_step_after_a_look_uses_the_weights_of_now(layout, habit):
         assert relative_error(found, expected) < 1e-10
 
 
-def _hooked_after(rank, world, layout, name):
-    state = _state(layout)
-    handle = state.model.get_parameter(name).register_hook(lambda gradient: gradient * 0)
-    with pytest.raises(ValueError, match=rf"'{name}' has a gradient hook, which FSDP never calls"):
+def _hooked(rank, world):
+    for layout, kind in (("fsdp", "register_hook"), ("tp", "register_post_accumulate_grad_hook")):
+        model = _Model().double()
+        getattr(model.layers[0][0].weight, kind)(lambda tensor: None)
+        with pytest.raises(ValueError, match=r"'layers.0.0.weight' has a gradient hook, .* after"):
+            _state(layout, model)
+    state = _state("hsdp")
+    handle = state.model.top.weight.register_hook(lambda gradient: gradient * 0)
+    with pytest.raises(ValueError, match=r"'top.weight' has a .* hook, which FSDP never calls"):
         _gradients(state)
     handle.remove()
     return _gradients(state)
 
 
-def test_hooks_that_fsdp_never_calls_are_refused():
-    for found in run_again(_hooked_after, 2, "hsdp", "top.weight"):
+def test_hooks_that_sharding_would_lose_or_fsdp_never_calls_are_refused():
+    for found in run_ranks(_hooked, 2):
         assert relative_error(found, _gradients(_alone())) < 1e-10
 
 
@@ -207,15 +212,3 @@ def _apart(rank, world, layout, case):
 @pytest.mark.parametrize(("layout", "case"), in_turn(["hsdp", "tp"], list(APART)))
 def test_blocks_that_ranks_skip_apart_are_refused(layout, case):
     run_again(_apart, 2, layout, case)
-
-
-def _hooked_before(rank, world):
-    for layout, kind in (("fsdp", "register_hook"), ("tp", "register_post_accumulate_grad_hook")):
-        model = _Model().double()
-        getattr(model.layers[0][0].weight, kind)(lambda tensor: None)
-        with pytest.raises(ValueError, match=r"'layers.0.0.weight' has a gradient hook, .* after"):
-            _state(layout, model)
-
-
-def test_hooks_that_sharding_would_lose_are_refused():
-    run_again(_hooked_before, 2)

@@ -413,9 +413,8 @@ EVERY = [row for row in EVERY if "statistics" not in row[0] or row[2] != SIZES[2
 SOME = [
     *((name, SCHEDULES[at % len(SCHEDULES)], SIZES[0]) for at, name in enumerate(EXACT)),
     ("containers", "interleaved_1f1b", SIZES[1]),
-    ("the stream", "1f1b", SIZES[2]),
 ]
-"""Each on two ranks, and one in each layout of four."""
+"""Each on two ranks, and one on four."""
 
 
 @pytest.mark.parametrize(("name", "schedule", "sizes"), first_of(SOME, EVERY))

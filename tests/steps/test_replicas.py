@@ -16,9 +16,7 @@ import torch
 from lab import (
     SPEC,
     full,
-    full_tensors,
     global_batch,
-    lay_out,
     logits_loss,
     reference_gradients,
     relative_error,
@@ -237,38 +235,6 @@ def test_what_is_not_finite_in_one_group_skips_the_step_in_all(batches):
         assert_same(
             *({n: v for n, v in x.items() if n not in changed} for x in (now, before[index]))
         )
-
-
-def _half(rank, world, groups):
-    """Steps in float16 from a scale that is too large for some of the groups, then for none."""
-    batches = [row[rank] for row in global_batch(world)]
-    states = [lay_out(fk.Transformer(EVEN), precision="fp16") for _ in range(groups)]
-    states = [attrs.evolve(state, loss_scale=torch.tensor(2.0**16)) for state in states]
-    scales, finite, exchange = [], False, Exchange(groups)
-    while not finite:
-        parts = shares(batches, groups, 2 * world)
-        totals = [fk.accumulate(s, p, logits_loss) for s, p in zip(states, parts, strict=True)]
-        scales.append(states[0].loss_scale.log2().item())
-        summed = exchange(states, totals)
-        reduced = [fk.reduce_totals(t, s) for t, s in zip(summed, states, strict=True)]
-        gradients = [fk.gradients(s, t) for s, t in zip(states, reduced, strict=True)]
-        gradients = [{name: full(g) for name, g in each.items()} for each in gradients]
-        corrections = [fk.clip(t, 1.0) for t in reduced]
-        finite = bool(corrections[0].finite)
-        every = zip(states, corrections, reduced, strict=True)
-        states = [fk.update(s, c, lr=0.01, totals=t) for s, c, t in every]
-        for state in states[1:]:
-            assert state.loss_scale == states[0].loss_scale
-            assert_same(full_tensors(state.model), full_tensors(states[0].model))
-    expected, _ = reference_gradients(fk.Transformer(EVEN), global_batch(world))
-    assert all(relative_error(each, expected) < 3e-3 for each in gradients)
-    return scales
-
-
-def test_groups_in_float16_overflow_together_and_have_one_scale():
-    for scales in run_again(_half, 2, 2):
-        assert scales == [16.0 - step for step in range(len(scales))]
-        assert 1 < len(scales) < 20
 
 
 def trained(groups, batches):

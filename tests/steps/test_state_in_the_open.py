@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 from distributed.experts import Routed
+from distributed.models import logits_loss
 from lab import SPEC, lay_out
 from pool import run_again, run_ranks
 from tensordict import TensorDict
@@ -65,10 +66,6 @@ def _batches(step: int, rank: int) -> list[TensorDict]:
     return batches
 
 
-def _loss(model: Any, batch: Any) -> fk.Loss:
-    return fk.cross_entropy(model(batch["input_ids"], doc_ids=batch["doc_ids"]), batch["labels"])
-
-
 def _seen(state: fk.TrainState, metrics: Any) -> dict[str, Tensor]:
     """Everything that a step leaves on this rank."""
     values = {f"metric {name}": value.clone() for name, value in metrics.items()}
@@ -83,14 +80,14 @@ def _seen(state: fk.TrainState, metrics: Any) -> dict[str, Tensor]:
 def _train(rank: int, world: int, runs: list[tuple[str, int]]) -> list[dict[str, Tensor]]:
     """Take the steps of all runs in turn, with the same batches; what each has left at its end."""
     states = [_state(name, number, world) for name, number in runs]
-    step = fk.make_step(_loss, schedule=fk.constant(0.01), max_norm=0.5)
+    step = fk.make_step(logits_loss, schedule=fk.constant(0.01), max_norm=0.5)
     seen: list[Any] = [None] * len(runs)
     for at in range(STEPS):
         batches = {r: _batches(at, r) for r in range(world)}  # the same tensors for every run
         for index, state in enumerate(states):
             mine = batches[fk.data_ranks(state.mesh)[0]]
             states[index], metrics = step(state, mine)
-            metrics["evaluated"] = fk.evaluate(states[index], mine, _loss)["loss"]
+            metrics["evaluated"] = fk.evaluate(states[index], mine, logits_loss)["loss"]
             seen[index] = _seen(states[index], metrics)
     return seen
 
@@ -123,7 +120,7 @@ def _rebuild(rank: int, world: int, name: str) -> list[dict[str, Tensor]]:
     seen = []
     for by_hand in (False, True):
         state = _state(name, 1, world)
-        step = fk.make_step(_loss, schedule=fk.constant(0.01), max_norm=0.5)
+        step = fk.make_step(logits_loss, schedule=fk.constant(0.01), max_norm=0.5)
         for at in range(STEPS):
             if by_hand:
                 if at == 1:
@@ -132,7 +129,7 @@ def _rebuild(rank: int, world: int, name: str) -> list[dict[str, Tensor]]:
                 state = fk.TrainState(**{field: getattr(state, field) for field in fields})
             mine = _batches(at, fk.data_ranks(state.mesh)[0])
             state, metrics = step(state, mine)
-            metrics["evaluated"] = fk.evaluate(state, mine, _loss)["loss"]
+            metrics["evaluated"] = fk.evaluate(state, mine, logits_loss)["loss"]
         seen.append(_seen(state, metrics))
     return seen
 

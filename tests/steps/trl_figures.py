@@ -2,14 +2,13 @@
 
 A process of its own, because trl changes what transformers imports. In the folder are ``policy``
 and ``reference``, directories of Llama models, and ``inputs.json``; it writes ``figures.json``.
-Without a folder it writes both again as ``trl_figures.json``, beside this file.
+Inputs and figures of the pinned version are kept in ``trl_figures.json``, beside this file.
 """
 
 from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,21 +92,6 @@ def write_inputs(folder: Path) -> dict:
     return found
 
 
-def main() -> None:
-    if len(sys.argv) > 1:
-        folder = Path(sys.argv[1])
-        (folder / "figures.json").write_text(json.dumps(figures(folder)))
-        return
-    from importlib.metadata import version
-
-    with tempfile.TemporaryDirectory() as folder:
-        inputs = write_inputs(Path(folder))
-        made = {"trl": version("trl"), "transformers": version("transformers"), "beta": BETA}
-        made |= {"by": "tests/steps/trl_figures.py", "policy_seed": 1, "reference_seed": 2}
-        text = {**made, "figures": figures(Path(folder)), "inputs": inputs}
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in text.items())
-    STORED.write_text("{\n" + lines + "\n}\n")
-
-
 if __name__ == "__main__":
-    main()
+    folder = Path(sys.argv[1])
+    (folder / "figures.json").write_text(json.dumps(figures(folder)))
