@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
+import torch
 from covering import some_of
 from distributed.cells import lay_out, own_batches
 from distributed.matrix import LAYOUTS, SINGLE, Cell, Row
@@ -22,15 +23,21 @@ def _cell(layout: str) -> Cell:
 
 
 def _count(rank, world, layout):
-    """Collectives of the second and the third step; the first learns shapes and names."""
+    """Collectives of the second and the third step, which report all that a step can report.
+
+    The first learns shapes and names.
+    """
     cell = _cell(layout)
     mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **cell.row.sizes}), device="cpu")
     model = lay_out(cell, mesh)
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    step = fk.make_step(logits_loss, schedule=fk.constant(0.01))
+    loss_fn = fk.losses_by_source(logits_loss, ("code", "prose"))
+    step = fk.make_step(loss_fn, schedule=fk.constant(0.01), spikes=fk.SpikeLimit())
     counted = []
     for index in range(3):
         batches = own_batches(cell, mesh, index)
+        for batch in batches:
+            batch["source"] = torch.arange(len(batch)) % 2
         with StepWatch() as watch:
             state, _ = step(state, batches)
         found: Counter[str] = Counter()

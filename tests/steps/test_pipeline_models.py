@@ -224,6 +224,14 @@ EXACT = {
 # What is refused
 
 
+def _noisy(self, ids):
+    x = self.embed(ids)
+    noise = torch.rand(x.shape, dtype=x.dtype)
+    for layer in self.layers:
+        x = layer(x) + noise
+    return self.top(x)
+
+
 def _keep_in_attribute(self, x):
     self.aux = Mix.forward(self, x).square().mean()
     return Mix.forward(self, x)
@@ -305,6 +313,7 @@ TURN = r"is called in stage \d out of turn: .* or use pp=1"
 SENT = r"puts a tensor into a list, .* no other pipeline stage would see\. Let the blocks"
 
 REFUSED = {
+    "noise that all blocks take": (form(_noisy), CROSSES),
     "a loss in an attribute": (
         form(_sum_attributes(lambda layer: layer.aux), block=_keep_in_attribute),
         r"layers\.0 keeps a differentiable tensor of shape \(\) in its attribute 'aux'",
@@ -346,6 +355,10 @@ REFUSED = {
     "a block that returns an object": (
         form(block=lambda self, x: SimpleNamespace(x=x)),
         "a pipeline stage cannot send a SimpleNamespace. Return tensors from the blocks",
+    ),
+    "a TensorDict": (
+        form(lambda self, ids: TensorDict({"logits": Form.forward(self, ids)}, [len(ids)])),
+        "returned a TensorDict; gradients through it would stay",
     ),
     "an embedding's weight": (
         form(each(lambda self, n, layer, x: layer(x + self.embed.weight[0]))),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 import pytest
 import torch
-from covering import first_of, in_turn
+from covering import in_turn
 from lab import (
     SPEC,
     Watch,
@@ -100,7 +100,7 @@ def test_batches_are_pulled_one_at_a_time(sized):
     assert len(done) == 3
 
 
-# Collectives and host reads
+# Host reads
 
 
 def _by_source(batches):
@@ -109,15 +109,11 @@ def _by_source(batches):
     return batches
 
 
-def _full_step(**options):
-    """With everything that a step can report."""
-    loss_fn = fk.losses_by_source(logits_loss, ("code", "prose"))
-    return fk.make_step(loss_fn, schedule=CONSTANT, spikes=fk.SpikeLimit(), **options)
-
-
 def _count_reads(state, monkeypatch):
+    """With everything that a step can report."""
     read: list[str] = []
-    step = _full_step()
+    loss_fn = fk.losses_by_source(logits_loss, ("code", "prose"))
+    step = fk.make_step(loss_fn, schedule=CONSTANT, spikes=fk.SpikeLimit())
     state, _ = step(state, _by_source(_batches()))
     for name in ("tolist", "numpy", "item", "__bool__", "__float__", "__int__"):
         original = getattr(torch.Tensor, name)
@@ -141,33 +137,6 @@ def test_other_optimizers_cost_one_host_read(monkeypatch):
     """The control: the counter does count."""
     state = build_state({}, 1, lambda model: torch.optim.SGD(model.parameters()))
     assert _count_reads(state, monkeypatch)[0] == "__bool__"
-
-
-def _count_collectives(rank, world, layout, sync):
-    state, step = build_state(layout, world), _full_step(sync=sync)
-    state, _ = step(state, _by_source(_batches(world, rank)))
-    with Watch() as whole:
-        state, _ = step(state, _by_source(_batches(world, rank, seed=1)))
-    with Watch() as backward:
-        fk.accumulate(state, _batches(world, rank, seed=2), logits_loss, sync=sync)
-    return whole.collectives, backward.collectives
-
-
-@pytest.mark.parametrize(
-    ("world", "layout", "sync"),
-    first_of(
-        [(2, {}, "every")],
-        [
-            (2, {}, "every"),
-            (2, {}, "hsdp_last"),
-            *((4, {"dp_replicate": 2, "dp_shard": 2}, s) for s in ("last", "every", "hsdp_last")),
-        ],
-    ),
-)
-def test_a_step_has_exactly_one_collective_beyond_those_of_fsdp(world, layout, sync):
-    for whole, fsdp in run_again(_count_collectives, world, layout, sync):
-        assert any("reduce_scatter" in name for name in fsdp)
-        assert whole == [*fsdp, "allreduce_"]
 
 
 # Bad steps
