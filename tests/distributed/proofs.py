@@ -6,9 +6,8 @@ says what runs: on every change (``make test``), or in the long run (``make orac
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,29 +78,17 @@ def _adapters() -> str:
     """LoRA on dense models and experts, and on a base in 4 bits."""
     from distributed import test_adapters, test_packed
 
-    kinds = ("dense", "experts", "base in 4 bits")
-    cases = [*_cases(test_adapters, "●", "CASES"), *_cases(test_adapters, "○", "LONG")]
-    cases += [*_cases(test_packed, "●", "CASES"), *_cases(test_packed, "○", "LONG")]
-    rows: dict[str, list[str]] = {}
-    for layout, kind, sign in cases:
-        row = rows.setdefault(layout, [""] * len(kinds))
-        row[kinds.index(kind)] = row[kinds.index(kind)] or sign
-    ordered = sorted(rows, key=lambda name: (math.prod(map(int, _digits(name))), name))
-    return _table("layout", list(kinds), {name: rows[name] for name in ordered})
-
-
-def _cases(module: Any, sign: str, table: str) -> Iterator[tuple[str, str, str]]:
-    for case in getattr(module, table).values():
-        kind = "base in 4 bits" if len(case) == 3 else "dense"
-        if isinstance(case[0], str) and case[0] in ("experts", "uneven"):
-            kind = "experts"
-        sizes = next(part for part in case if isinstance(part, Mapping))
-        above = {name: size for name, size in sizes.items() if size > 1}
-        yield " ".join(f"{name}={size}" for name, size in above.items()), kind, sign
-
-
-def _digits(name: str) -> list[str]:
-    return [part.partition("=")[2] for part in name.split() if not part.startswith("ep")] or ["1"]
+    columns = ["dense", "experts", "base in 4 bits"]
+    kinds = {"experts": 1, "uneven": 1, "packed": 2}
+    modules = (test_adapters, test_packed)
+    cases = [(case, "●") for module in modules for case in module.CASES.values()]
+    cases += [(case, "○") for module in modules for case in module.LONG.values()]
+    rows: dict[tuple[int, str], list[str]] = {}
+    for (kind, sizes, _), sign in cases:
+        name = " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        row = rows.setdefault((test_adapters.ranks_of(sizes), name), [""] * len(columns))
+        row[kinds.get(kind, 0)] = row[kinds.get(kind, 0)] or sign
+    return _table("layout", columns, {name: rows[ranks, name] for ranks, name in sorted(rows)})
 
 
 def _table(corner: str, columns: list[str], rows: Mapping[str, list[str]]) -> str:

@@ -9,6 +9,7 @@ import packed
 import pytest
 import torch
 from adapted import batches_of, loss_fn, move
+from distributed.test_adapters import ranks_of, together
 from lab import full, lay_out, mean_gradients
 from pool import run_again
 
@@ -16,16 +17,16 @@ import forgekit as fk
 
 reference = cache(packed.reference)
 
-CASES = {"fsdp2": (2, {"dp_shard": 2}, {})}
+CASES = {"fsdp2": ("packed", {"dp_shard": 2}, {})}
 LONG = {
-    "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
-    "fsdp4": (4, {"dp_shard": 4}, {}),
-    "cp2": (2, {"dp_shard": 1, "cp": 2}, {}),
-    "pp2": (2, {"dp_shard": 1, "pp": 2}, {}),
-    "fsdp2 pp2": (4, {"dp_shard": 2, "pp": 2}, {}),
-    "recomputed": (2, {"dp_shard": 2}, {"activation_checkpoint": "full"}),
-    "selective": (2, {"dp_shard": 2}, {"activation_checkpoint": "selective"}),
-    "kept": (2, {"dp_shard": 2}, {"reshard_after_forward": False}),
+    "hsdp": ("packed", {"dp_replicate": 2, "dp_shard": 2}, {}),
+    "fsdp4": ("packed", {"dp_shard": 4}, {}),
+    "cp2": ("packed", {"dp_shard": 1, "cp": 2}, {}),
+    "pp2": ("packed", {"dp_shard": 1, "pp": 2}, {}),
+    "fsdp2 pp2": ("packed", {"dp_shard": 2, "pp": 2}, {}),
+    "recomputed": ("packed", {"dp_shard": 2}, {"activation_checkpoint": "full"}),
+    "selective": ("packed", {"dp_shard": 2}, {"activation_checkpoint": "selective"}),
+    "kept": ("packed", {"dp_shard": 2}, {"reshard_after_forward": False}),
 }
 
 
@@ -63,10 +64,6 @@ def whole(model):
     return {name: full(p).clone() for name, p in packed.packed_of(model).items()}
 
 
-def together(parts, key):
-    return {name: value for part in parts for name, value in part[key].items()}
-
-
 def same(found, expected):
     assert found.keys() == expected.keys()
     return all(torch.equal(found[name], value) for name, value in expected.items())
@@ -82,13 +79,13 @@ def start_alone(seed):
 
 
 def check(case, folder):
-    world, sizes, options = case
+    _, sizes, options = case
     before = start_alone(1)
     fk.checkpoint_save(before, folder / "alone", blocking=True)
     fk.save_huggingface(fk.Transformer(packed.SPEC, seed=9), folder / "base")
-    parts = run_again(find, world, folder, sizes, options)
-    ranks = world // math.prod(sizes.get(name, 1) for name in ("pp", "cp"))
-    gradients, expected = together(parts, "gradients"), reference(ranks)
+    parts = run_again(find, ranks_of(sizes), folder, sizes, options)
+    gradients = together(parts, "gradients")
+    expected = reference(math.prod(sizes.get(name, 1) for name in ("dp_replicate", "dp_shard")))
     assert gradients.keys() == expected.keys()
     for name, wanted in expected.items():
         assert float((gradients[name] - wanted).abs().max() / wanted.abs().max()) < 1e-6, name
