@@ -197,10 +197,8 @@ def _plain_adamw(model):
     ),
 )
 def test_a_bad_step_changes_nothing_on_any_rank(world, build, what):
-    args = (build, what)
-    results = run_again(_bad_step, world, *args) if world > 1 else [_bad_step(0, 1, *args)]
     targets = sum(int((b["labels"] != -100).sum()) for row in global_batch(world) for b in row)
-    for result in results:
+    for result in run_again(_bad_step, world, build, what):
         assert result == (True, True, [(1.0, 1), (1.0, 2)], 4, 0, True, targets)
 
 
@@ -269,14 +267,8 @@ def _raise_then_retry(rank, world, layout, sync):
 )
 def test_a_step_that_raised_can_be_tried_again(where, sync):
     world, layout = where
-    args = (layout, sync)
-    results = (
-        run_ranks(_raise_then_retry, world, *args)
-        if world > 1
-        else [_raise_then_retry(0, 1, *args)]
-    )
     expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(world))
-    for found in results:
+    for found in run_ranks(_raise_then_retry, world, layout, sync):
         assert relative_error(found, expected) < 1e-10
 
 
