@@ -37,6 +37,7 @@ SPEC = fk.TransformerSpec(
     vocab_size=19, dim=16, layers=4, heads=2, kv_heads=1, ffn_dim=24, max_seq_len=12, moe=MOE
 )
 ROWS = 8
+ZERO = {"aux_loss": 0.0, "z_loss": 0.0, "sequence_aux_loss": 0.0}
 SCHEDULE = fk.constant(0.05)
 
 
@@ -90,6 +91,14 @@ def loss_fn(model, batch):
     return fk.cross_entropy(logits, batch["labels"])
 
 
+def watch(model):
+    """What goes into each layer of experts, by their number."""
+    entered = {}
+    for index, layer in enumerate(routed(model)):
+        layer.register_forward_pre_hook(lambda _, args, i=index: entered.update({i: args[0]}))
+    return entered
+
+
 def run(state, batches, loss_fn=loss_fn):
     """Gradients, and how often each expert was chosen."""
     totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
@@ -109,6 +118,38 @@ def test_without_targets_terms_are_summed_over_all_that_is_no_padding():
     without, told = by(lambda batch: None), by(lambda batch: batch["doc_ids"] >= 0)
     assert all(torch.equal(without[name], told[name]) for name in told)
     assert relative_error(by(lambda batch: batch["labels"] != -100), told) > 1e-3
+
+
+# Where the auxiliary loss settles
+
+
+def usual_form(layer, x):
+    """``e`` times the sum of today's shares of the load, held constant, and mean probability."""
+    probabilities = (x @ layer.router.weight.T).softmax(-1).flatten(0, 1)
+    counts = torch.bincount(probabilities.topk(2).indices.flatten(), minlength=6)
+    return 6 * (counts.double() / counts.sum() * probabilities.mean(0)).sum()
+
+
+def test_at_rest_the_gradient_is_that_of_the_usual_form():
+    """With weights that stay, the shares of the last step are those of this one."""
+    model = build(**{**ZERO, "aux_loss": 1.0}, bias_rate=None, first=3)
+    batch = rows()
+    batch["doc_ids"].zero_(), batch["labels"].fill_(3)
+
+    def only_terms(model, batch):
+        loss = loss_fn(model, batch)
+        return fk.Loss(loss.sum * 0.0, loss.count)
+
+    state = create(model)
+    (layer,), entered, gradients = routed(model), watch(model), []
+    for _ in range(2):
+        totals = fk.reduce_totals(fk.accumulate(state, [batch], only_terms), state)
+        gradients.append(fk.gradients(state, totals)["layers.3.feed_forward.router.weight"])
+        state = fk.update(state, fk.clip(totals), lr=0.0, totals=totals)
+    value = usual_form(layer, entered[0].detach())
+    expected = torch.autograd.grad(value, layer.router.weight)[0]
+    assert relative_error({"w": gradients[1]}, {"w": expected}) < 1e-6  # shares are float32
+    assert relative_error({"w": gradients[0]}, {"w": expected}) > 0.1
 
 
 # Balance
