@@ -226,6 +226,19 @@ def test_on_policy_the_gradient_is_that_of_the_expected_reward():
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
 
 
+def test_a_groups_mean_shrinks_the_gradient_and_does_not_turn_it():
+    """Over all pairs of texts that a group of two may be."""
+    policy, rewards = drawn(0).requires_grad_(), drawn(5).flatten()[:9]
+    of_text = log_policy(policy).sum(1)
+    truth = torch.autograd.grad(-(of_text.exp() * rewards).sum(), policy, retain_graph=True)[0]
+    chances, total = of_text.exp().detach(), torch.zeros((), dtype=torch.float64)
+    for both in map(list, itertools.product(range(9), repeat=2)):
+        advantages = group_advantages(rewards[both], [0, 0], scale=None)
+        total = total - chances[both].prod() * (advantages * of_text[both]).mean()
+    gradient = torch.autograd.grad(total, policy)[0]
+    torch.testing.assert_close(gradient, truth / 2, rtol=0, atol=1e-12)
+
+
 def divergence(policy: Tensor, sampler: Tensor, *, forward: bool) -> Tensor:
     """KL of both tokens to the reference, given what the sampler put before them."""
     tables, reference = policy.log_softmax(-1), REFERENCE.log_softmax(-1)
