@@ -120,6 +120,25 @@ def reference_training(
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+    """Causal softmax inside each document of ``[b s]``, by the formula; all are ``[b s h c]``."""
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    seen = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).tril()[None]
+    if doc_ids is not None:
+        seen = seen & (doc_ids[:, :, None] == doc_ids[:, None, :])
+    scores = torch.einsum("bihc,bjhc->bhij", q, k) / q.shape[-1] ** 0.5
+    weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1)
+    return torch.einsum("bhij,bjhc->bihc", weights, v)
+
+
+def exact_attention(doc_ids: Tensor | None, *inputs: Tensor) -> list[Tensor]:
+    """Of queries, keys, values and a gradient of the output: output and gradients, in float64."""
+    *leaves, upstream = (x.detach().double() for x in inputs)
+    leaves = [x.requires_grad_() for x in leaves]
+    out = plain_attention(*leaves, doc_ids)
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
 def logits_loss(model: nn.Module, batch: Any) -> fk.Loss:
     return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
 

@@ -28,14 +28,7 @@ def test_every_part_runs_and_gives_verdicts():
         assert verdicts["two steps as on the CPU", name] == "ok"
     assert verdicts["log-probabilities as in training", "torch.bfloat16, LoRA"] == "ok"
     shown = {what.partition(",")[0] for what, _ in verdicts}
-    assert shown == {
-        *absent,
-        "two steps as on the CPU",
-        "log-probabilities as in training",
-        "loss",
-        "product in bf16",
-        "MFU",
-    }
+    assert shown > {*absent, "loss", "product in bf16", "MFU"}
 
 
 def test_flops_are_those_of_every_product_and_of_keys_that_are_seen():

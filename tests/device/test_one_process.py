@@ -12,7 +12,6 @@ from distributed.models import adamw
 from lab import SPEC, full_tensors, relative_error
 from pool import run_ranks
 from tensordict import TensorDict
-from torch import nn
 
 import forgekit as fk
 
@@ -57,27 +56,6 @@ def test_one_process_computes_on_the_device_that_it_chose_and_on_no_other():
 
 
 # Around the step
-
-
-def start(_rank, _world, device):
-    """Weights from meta, and those that are filled on the device; its numbers stay as they were."""
-    mesh = fk.build_mesh(device=device)
-    module = torch if device == "cpu" else torch.get_device_module(device)
-    with torch.device("meta"):
-        model = fk.Transformer(SPEC)
-    found = [full_tensors(fk.parallelize(model, mesh, seed=3))]
-    with torch.device(device):
-        linear = nn.Linear(4, 7)
-    before = module.get_rng_state()
-    fk.init_weights(linear, 3)
-    assert torch.equal(before, module.get_rng_state())
-    found.append(full_tensors(linear))
-    return [tensor.cpu() for tensors in found for tensor in tensors.values()]
-
-
-def test_every_device_starts_from_the_same_weights():
-    (there,), (here,) = run_ranks(start, 1, NAME, setup=SETUP), run_ranks(start, 1, "cpu")
-    assert all(map(torch.equal, there, here))
 
 
 def data(rows=24):
@@ -211,28 +189,6 @@ def evaluate_and_generate(_rank, _world):
 
 def test_evaluation_and_generation():
     run_ranks(evaluate_and_generate, 1, group=False, setup=SETUP)
-
-
-def save_and_go_on(_rank, _world, directory):
-    """Twice: into fresh memory, and into that of the save before."""
-    batches, state = list(loader()), new_state(NAME)
-    for number in range(2):
-        state, _, _ = train(state, [batches[:2], batches[2:4]])
-        saved = {name: tensor.cpu() for name, tensor in full_tensors(state.model).items()}
-        with watching() as ledger:
-            pending = fk.checkpoint_save(state, directory)
-        assert ledger.copied["from"] > 3 * 8 * sum(tensor.numel() for tensor in saved.values())
-        assert ledger.copied["pageable"] == 0
-        state, _, _ = train(state, [batches[4:6]])
-        pending.wait()
-        for device in ("cpu", NAME):
-            loaded = fk.checkpoint_load(new_state(device), directory)
-            for name, tensor in full_tensors(loaded.model).items():
-                assert torch.equal(tensor.cpu(), saved[name]), (number, device, name)
-
-
-def test_a_save_keeps_the_state_while_the_next_step_writes(tmp_path):
-    run_ranks(save_and_go_on, 1, tmp_path, group=False, setup=SETUP)
 
 
 def log_rows(_rank, _world, out, device):

@@ -7,9 +7,7 @@ import math
 import attrs
 import pytest
 import torch
-from covering import first_of
 from lab import SPEC, full_tensors
-from pool import run_again
 from torch import nn
 
 import forgekit as fk
@@ -108,37 +106,3 @@ def test_a_model_may_give_its_own_widths_and_has_to_where_a_module_has_no_method
     model.initial_std = {"part.gain": 0.5}.get
     fk.init_weights(model, 0)
     assert model.part.gain.std().item() == pytest.approx(0.5, rel=0.1)
-
-
-# Layouts
-
-
-def _start(rank, world, sizes, is_foreign, device, options):
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
-    with torch.device(device):
-        model = Foreign() if is_foreign else fk.Transformer(SPEC, seed=7)
-    if is_foreign:
-        model.scale = torch.tensor(3.0)
-    model = fk.parallelize(model, mesh, seed=7 if device == "meta" else 99, **options)
-    assert all(not p.is_meta for p in model.parameters())
-    return full_tensors(model)
-
-
-HSDP = (4, {"dp_replicate": 2, "dp_shard": 2})
-STARTS = [
-    (2, {}, False, "cpu", {}),
-    (*HSDP, False, "meta", {"activation_checkpoint": "full", "precision": "bf16"}),
-    (2, {}, True, "meta", {"blocks": "net.body"}),
-]
-MORE = [(*HSDP, is_foreign, "meta", {}) for is_foreign in (False, True)]
-
-
-@pytest.mark.parametrize(
-    ("world", "sizes", "is_foreign", "device", "options"), first_of(STARTS, MORE)
-)
-def test_every_layout_starts_from_bitwise_the_same_weights(
-    world, sizes, is_foreign, device, options
-):
-    expected = foreign_weights(seed=7) if is_foreign else weights(seed=7)
-    for found in run_again(_start, world, sizes, is_foreign, device, options):
-        assert equal(found, expected)

@@ -61,16 +61,6 @@ def test_initial_values_follow_seed_and_name():
     assert not torch.equal(again.layers[0].attention.query.lora_A, query)
 
 
-def test_the_base_is_frozen_and_keeps_its_names():
-    model, names = build("dense"), dict(plain("dense").named_parameters()).keys()
-    trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    assert {n for n, _ in model.named_parameters()} - trained == names
-    assert all("lora_" in name for name in trained)
-    model.load_state_dict(plain("dense").state_dict(), strict=False)
-    held = sum(len(group["params"]) for group in fk.adamw(model).param_groups)
-    assert held == len(trained)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_merging_adds_in_float32_and_rounds_once(kind, dtype):

@@ -8,7 +8,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from lab import SPEC, Watch
+from lab import SPEC, Watch, plain_attention
 from torch import Tensor
 
 import forgekit as fk
@@ -46,17 +46,6 @@ def _turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat((turned.real, turned.imag), -1)
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None) -> Tensor:
-    group = q.shape[2] // k.shape[2]
-    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
-    scores = torch.einsum("bihc,bjhc->bhij", q, k) / math.sqrt(q.shape[-1])
-    allowed = torch.ones(q.shape[1], q.shape[1]).tril().bool()[None]
-    if doc_ids is not None:
-        allowed = allowed & (doc_ids[:, :, None] == doc_ids[:, None, :])
-    weights = scores.masked_fill(~allowed[:, None], -math.inf).softmax(-1)
-    return torch.einsum("bhij,bjhc->bihc", weights, v)
-
-
 def reference(model: fk.Transformer, ids: Tensor, positions: Tensor, doc_ids: Tensor | None):
     spec, w = model.spec, dict(model.named_parameters())
     b, s = ids.shape
@@ -71,7 +60,7 @@ def reference(model: fk.Transformer, ids: Tensor, positions: Tensor, doc_ids: Te
             q = _normed(q, w[f"{p}.query_norm.weight"], spec.norm_eps)
             k = _normed(k, w[f"{p}.key_norm.weight"], spec.norm_eps)
         q, k = _turned(q, positions, spec.rope_theta), _turned(k, positions, spec.rope_theta)
-        x = x + _attended(q, k, v, doc_ids).reshape(b, s, -1) @ w[f"{p}.output.weight"].T
+        x = x + plain_attention(q, k, v, doc_ids).reshape(b, s, -1) @ w[f"{p}.output.weight"].T
         p = f"layers.{i}.feed_forward"
         h = _normed(x, w[f"{p}_norm.weight"], spec.norm_eps)
         gate = h @ w[f"{p}.gate.weight"].T

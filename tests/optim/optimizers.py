@@ -88,6 +88,11 @@ def entries_of(model, optimizer):
     }
 
 
+def assert_close(found, expected, bound=0.0):
+    """Tensors by name: the same bits unless there is a bound."""
+    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+
+
 def small_model(dtype=torch.float64):
     """Two matrices and two biases, which ``square_loss`` trains on ``rows``."""
     torch.manual_seed(3)

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from optim.optimizers import rows, small_model, square_loss
+from optim.optimizers import assert_close, parameters_of, rows, small_model, square_loss
 
 import forgekit as fk
 
@@ -22,19 +22,18 @@ def train(state, steps, start=0, bad=(), dtype=torch.float64):
     for index in range(start, start + steps):
         batch = rows(index, torch.nan if index in bad else 1.0, dtype)
         state, _ = step(state, [batch])
-        weights.append({n: p.detach().clone() for n, p in state.model.named_parameters()})
+        weights.append(parameters_of(state.model))
     return state, weights
 
 
 def test_an_ema_is_one():
     state = create(fk.EMA(0.75))
-    expected = {n: p.detach().clone() for n, p in state.model.named_parameters()}
+    expected = parameters_of(state.model)
     state, weights = train(state, 5, bad=(2,))
     for number, after in enumerate(weights):
         if number != 2:
             expected = {n: 0.75 * e + 0.25 * after[n] for n, e in expected.items()}
-    for name, value in expected.items():
-        torch.testing.assert_close(state.average.values[name], value, rtol=0, atol=1e-15)
+    assert_close(state.average.values, expected, 1e-15)
     assert int(state.average.count) == 4
 
 
@@ -51,7 +50,7 @@ def test_a_uniform_average_is_the_mean_of_what_follows_a_step(start, taken):
 def test_the_average_of_bfloat16_weights_is_float32_and_moves():
     """Steps of 2**-12 of the weights: in bfloat16 it would stand still."""
     state = create(fk.EMA(0.999), torch.bfloat16)
-    start = {n: p.detach().clone() for n, p in state.model.named_parameters()}
+    start = parameters_of(state.model)
     state, _ = train(state, 4, dtype=torch.bfloat16)
     for name, value in state.average.values.items():
         assert value.dtype == torch.float32
@@ -61,7 +60,7 @@ def test_the_average_of_bfloat16_weights_is_float32_and_moves():
 
 def test_the_average_stands_in_for_the_weights_and_leaves_them_as_they_were():
     state, _ = train(create(fk.EMA(0.5)), 3)
-    before = {n: p.detach().clone() for n, p in state.model.named_parameters()}
+    before = parameters_of(state.model)
     own = small_model()
     own.load_state_dict(state.average.values)
     expected = fk.evaluate(create(model=own), [rows(9)], square_loss)["loss"]
@@ -71,7 +70,7 @@ def test_the_average_stands_in_for_the_weights_and_leaves_them_as_they_were():
     assert found == expected != fk.evaluate(state, [rows(9)], square_loss)["loss"]
     with pytest.raises(KeyError, match="missing"), fk.averaged(state):
         raise KeyError("missing")
-    assert all(torch.equal(p, before[n]) for n, p in state.model.named_parameters())
+    assert_close(parameters_of(state.model), before)
 
 
 MESSAGE = "has an average of the weights; one of the state starts again"
@@ -94,8 +93,7 @@ def test_an_average_is_loaded_or_starts_again_from_the_weights(case, tmp_path, c
     assert (MESSAGE in caplog.text) == ("none" in case)
     assert (loaded.average is None) == (rule is None)
     expected = state.average.values if case == "as it was" else weights[-1]
-    found = dict(loaded.model.named_parameters()) if rule is None else loaded.average.values
-    assert all(torch.equal(found[name], expected[name]) for name in weights[-1])
+    assert_close(parameters_of(loaded.model) if rule is None else loaded.average.values, expected)
     assert rule is None or int(loaded.average.count) == (2 if case == "as it was" else 0)
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from lion_pytorch import Lion as TheirLion
-from optim.optimizers import rows, small_model, square_loss
+from optim.optimizers import assert_close, parameters_of, rows, small_model, square_loss
 from optim.rms import rms
 from schedulefree import AdamWScheduleFree
 from torch import nn
@@ -27,8 +27,7 @@ def train(model, optimizer, steps, start=0):
 
 
 def assert_equal(model, other, bound):
-    for found, expected in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=bound)
+    assert_close(parameters_of(model), parameters_of(other), bound)
 
 
 def groups_of(model):
@@ -121,7 +120,7 @@ def test_a_schedule_free_run_is_evaluated_at_its_average_and_goes_on_bitwise():
     weights = []
     for evaluates in (True, False):
         model = small_model()
-        matrices, biases = ([p for p in model.parameters() if p.ndim == n] for n in (2, 1))
+        matrices, biases = (group["params"] for group in groups_of(model))
         optimizer = fk.chain_optimizers(ScheduleFree(matrices), Lion(biases))
         state = fk.TrainState.create(model, optimizer)
         step = fk.make_step(square_loss, schedule=fk.constant(0.02))

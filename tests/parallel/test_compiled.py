@@ -15,6 +15,7 @@ import torch
 from covering import some_of
 from lab import SPEC, Watch, full_tensors, logits_loss, mean_gradients, reference_gradients
 from lab import relative_error as error
+from parallel.test_context_parallel import Sockets, draw
 from pool import run_again
 from tensordict import TensorDict
 from torch import nn
@@ -153,22 +154,12 @@ def test_grouped_products_compile(dtype):
 # On ranks: one job, so that the compiler is loaded once
 
 
-class Sockets(nn.Module):
-    """The least that context parallelism needs."""
-
-    def __init__(self):
-        super().__init__()
-        self.attend = fk.model.attend_causal
-
-
-def sockets(rank, world, method, doc_ids):
+def sockets(world, method, doc_ids):
     """How far compiled attention over slices is from plain one; as one graph, without a break."""
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
     model = Sockets()
     apply_context(model, mesh, method)
-    generator = torch.Generator().manual_seed(rank)
-    shapes = [(2, 8, heads, 4) for heads in (8, 2, 2, 8)]
-    *inputs, upstream = (torch.randn(s, generator=generator).double() for s in shapes)
+    *inputs, upstream = draw(8, 2, torch.float64)
     inputs = [x.requires_grad_() for x in inputs]
 
     def twice(q, k, v):
@@ -198,8 +189,8 @@ def compile_on_ranks(rank, world, backend):
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
     gradients = mean_gradients(state, [BATCH], logits_loss)
     graphs = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
-    documents = (torch.arange(8) // 3 + 2 * rank).expand(2, 8).contiguous()
-    errors = [sockets(rank, world, "ring", documents), sockets(rank, world, "ulysses", None)]
+    documents = (torch.arange(48) // 18 + 2 * rank).expand(2, 48).contiguous()
+    errors = [sockets(world, "ring", documents), sockets(world, "ulysses", None)]
     return gradients, graphs, errors
 
 

@@ -6,19 +6,25 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from functools import cache
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from flash_kernels import flash_kernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lab import exact_attention
 from pool import run_again, run_ranks
 from torch import Tensor, nn
 
 import forgekit as fk
+from forgekit.data.batch import slice_positions
 from forgekit.model.transformer import locate_all
 from forgekit.parallel.context import attention_areas, block_attention
+from forgekit.parallel.context.attention_areas import areas_of_documents, areas_seen
 from forgekit.parallel.context.context_parallel import (
     apply_context,
     split_context,
@@ -94,26 +100,8 @@ def positions_of(ring_size: int, ulysses: int, rank: int) -> list[int]:
 
 
 @cache
-def pairs_of(documents: str) -> Tensor:
-    """The ``[b 1 s s]`` pairs that may attend, one by one."""
-    rows = DOCUMENTS[documents] or [[0] * POSITIONS] * 2
-    everywhere = range(POSITIONS)
-    return torch.tensor(
-        [[[[j <= i and row[i] == row[j] for j in everywhere] for i in everywhere]] for row in rows]
-    )
-
-
-@cache
 def on_one_device(heads: tuple[int, int], dtype: torch.dtype, documents: str) -> list[Tensor]:
-    """Output and gradients in float64, with an explicit mask."""
-    inputs = draw(*heads, dtype)
-    q, k, v = exact = [x.double().requires_grad_() for x in inputs[:3]]
-    group = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-    out = F.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=pairs_of(documents)
-    ).transpose(1, 2)
-    return [out.detach(), *torch.autograd.grad(out, exact, inputs[3].double())]
+    return exact_attention(documents_of(documents), *draw(*heads, dtype))
 
 
 def attend_slices(
@@ -129,12 +117,11 @@ def attend_slices(
         mine = positions_of(ring_size, ulysses, rank)
         assert model.locate(len(mine), torch.device("cpu")).tolist() == mine
         with PATHS[path]():
-            kind = getattr(torch, dtype)
-            found.append([_attend_case(model, mine, kind, *case) for case in cases])
+            found.append([_attend(model, mine, getattr(torch, dtype), *case) for case in cases])
     return found
 
 
-def _attend_case(
+def _attend(
     model: Sockets, mine: list[int], dtype: torch.dtype, heads: tuple[int, int], documents: str
 ) -> list[Tensor]:
     *inputs, upstream = (x[:, mine] for x in draw(*heads, dtype))
@@ -256,10 +243,9 @@ def ring_of_two(rank: int, world: int) -> None:
     wanted = model(ids)
     sockets = apply_context(model, mesh, "ring").sockets
     attend, locate = model.layers[0].attention.attend, model.locate
-    with with_sockets(model, sockets):
+    with suppress(ZeroDivisionError), with_sockets(model, sockets):
         assert torch.equal(model(ids), wanted)
-    with pytest.raises(ZeroDivisionError), with_sockets(model, sockets):
-        raise ZeroDivisionError
+        _ = 1 / 0
     assert model.layers[0].attention.attend is attend
     assert model.locate is locate
     copy.deepcopy(attend)
@@ -280,6 +266,8 @@ def refuse(rank: int, world: int) -> None:
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
     with pytest.raises(ValueError, match=r"no module of Linear has an 'attend' socket for cp 2\."):
         apply_context(nn.Linear(2, 2), mesh, "ring")
+    with flash_kernels(), pytest.raises(ValueError, match="'varlen', and it cannot compute ring"):
+        fk.parallelize(fk.Transformer(SPEC), mesh, precision="bf16", attention="varlen")
     ring_model, ulysses_model = Sockets(), Sockets()
     apply_context(ring_model, mesh, "ring")
     apply_context(ulysses_model, mesh, "ulysses")
@@ -291,9 +279,7 @@ def refuse(rank: int, world: int) -> None:
             model.attend(q, k.expand(1, 4, 3, 4), k.expand(1, 4, 3, 4))
         with pytest.raises(ValueError, match=r"doc_ids has shape \(1, 8\); .* here \(1, 4\): this"):
             model.attend(q, k, k, doc_ids=torch.zeros(1, 8))
-    with pytest.raises(
-        ValueError, match=r"holds 3 positions; .* Take sequences whose length 2 \* 2"
-    ):
+    with pytest.raises(ValueError, match=r"holds 3 positions; .* Take sequences whose length 2"):
         ring_model.attend(q[:, :3], k[:, :3], k[:, :3])
     with pytest.raises(ValueError, match=r"1 query heads"):
         ulysses_model.attend(q[:, :, :1], k, k)
@@ -301,3 +287,26 @@ def refuse(rank: int, world: int) -> None:
 
 def test_what_does_not_fit_is_refused_before_anything_is_sent():
     run_ranks(refuse, 2)
+
+
+@given(
+    world=st.integers(2, 4),
+    rows=st.lists(st.lists(st.integers(-1, 3), min_size=24, max_size=24), min_size=1, max_size=3),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_documents_cut_areas_to_the_pairs_that_share_one(world, rows, data):
+    """Each of those pairs once, and no other."""
+    ranks = [data.draw(st.integers(0, world - 1)) for _ in range(2)]
+    ids = torch.tensor(rows)[:, : 24 // (2 * world) * 2 * world]
+    everywhere = torch.arange(ids.shape[1])
+    here, there = (slice_positions(everywhere, rank=r, world=world) for r in ranks)
+    queries, keys = ids[:, here], ids[:, there]
+    wanted = (there <= here[:, None]) & (queries[:, :, None] == keys[:, None])
+    counts = torch.zeros(wanted.shape, dtype=torch.int64)
+    for area in areas_seen(*ranks, len(here)):
+        for part in areas_of_documents(area, queries, keys):
+            where = part.rows, part.queries, part.keys
+            block = torch.ones_like(counts[where])
+            counts[where] += block if part.offset is None else block.tril(part.offset)
+    assert torch.equal(counts, wanted.long())

@@ -35,12 +35,6 @@ MODES = [({}, "last"), ({}, "every"), (HSDP, "hsdp_last")]
 CHOSEN = [(HSDP, "hsdp_last", OPTIONS[1]), ({}, "last", OPTIONS[2]), ({}, "every", OPTIONS[3])]
 
 
-@pytest.fixture
-def mesh():
-    yield fk.build_mesh(device="cpu")
-    fk.shutdown()
-
-
 def _gradients(rank, world, rows):
     found = []
     for sizes, sync, options in rows:

@@ -163,12 +163,6 @@ def test_logits_are_never_whole_with_a_head():
 # What cannot be left out
 
 
-@pytest.fixture
-def mesh():
-    yield fk.build_mesh(device="cpu")
-    fk.shutdown()
-
-
 class Scaled(nn.Linear):
     """A product with more in it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from flash_kernels import flash_kernels
 from lab import SPEC, full_tensors, relative_error
 from pool import run_again
 from torch import nn
@@ -13,12 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 import forgekit as fk
 
 IDS = torch.randint(0, SPEC.vocab_size, (4, 12), generator=torch.Generator().manual_seed(3))
-
-
-@pytest.fixture
-def mesh():
-    yield fk.build_mesh(device="cpu")
-    fk.shutdown()
 
 
 class Foreign(nn.Module):
@@ -56,14 +51,16 @@ def _foreign(device="cpu"):
 def _foreign_gradients(rank, world, device, what):
     # A mesh that a user makes, with the one dimension that there is.
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
-    model = fk.parallelize(_foreign(device), mesh, blocks="net.body", activation_checkpoint=what)
+    options = {"blocks": "net.body", "activation_checkpoint": what}
+    # The seed is for what comes on meta alone.
+    model = fk.parallelize(_foreign(device), mesh, seed=0 if device == "meta" else 99, **options)
     assert model.head.weight is model.embed.weight
     wrapped = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     return gradients(model, IDS.chunk(world)[rank])[1], wrapped
 
 
 @pytest.mark.parametrize(
-    ("world", "device", "what"), [(1, "meta", "full"), (2, "cpu", "selective")]
+    ("world", "device", "what"), [(1, "cpu", "full"), (2, "cpu", "selective"), (2, "meta", "full")]
 )
 def test_a_foreign_model_has_the_gradient_of_one_process(world, device, what):
     """Parameters that modules share stay shared, on meta too and without FSDP."""
@@ -120,6 +117,15 @@ BODY = {"blocks": "net.body", "precision": "bf16"}
 REFUSED = {
     "^precision is .fp8.; it is one of .fp32., .bf16": (Foreign, {"precision": "fp8"}),
     r"'net.layers' is no list .* are \['net.body', ": (Foreign, {"blocks": "net.layers"}),
+    '.fast.; it is one of "auto", "flash", "varlen", "fl': (Foreign, {"attention": "fast"}),
+    "and no module of Linear has an 'attend' socke": (
+        lambda: nn.Linear(2, 2),
+        {"attention": "sdpa"},
+    ),
+    "8 divides, not of 4. For": (
+        lambda: fk.Transformer(SPEC),
+        {"attention": "flash", "precision": "bf16"},
+    ),
     "and compile is False; use compile": (Foreign, {"activation_checkpoint": "budget"}),
     r"^the buffers \['table'\] are on meta .*Build the model on the CP": (_WithBuffer, {}),
     "blocks 1 and 0 share .*same whole|blocks 0 and 1 share .*same whole": (
@@ -134,7 +140,7 @@ def test_what_does_not_fit_is_refused(mesh, message):
     build, options = REFUSED[message]
     with torch.device("meta"):
         model = build()
-    with pytest.raises(ValueError, match=message):
+    with flash_kernels(), pytest.raises(ValueError, match=message):
         fk.parallelize(model, mesh, **options)
 
 

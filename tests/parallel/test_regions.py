@@ -258,13 +258,14 @@ def test_a_right_plan_passes_and_the_step_is_the_same_to_the_bit(name):
 
 
 def _narrow_kernel(rank, world):
-    with flash_kernels():
+    with flash_kernels() as calls:
         model = fk.Transformer(attrs.evolve(SPEC, vocab_size=38, head_dim=8))
         state = lay_out(model, {"tp": 2}, precision="bf16", attention="flash")
         ids = torch.arange(32).view(2, 16)
         batch = TensorDict({"input_ids": ids, "labels": ids}, [2])
-        return fk.accumulate(state, [batch], logits_loss)["targets"].item()
+        targets = fk.accumulate(state, [batch], logits_loss)["targets"].item()
+    return targets, {call["dtype"] for call in calls}
 
 
 def test_a_plan_is_proved_where_the_kernel_takes_16_bits_only():
-    assert run_ranks(_narrow_kernel, 2) == [32, 32]
+    assert run_ranks(_narrow_kernel, 2) == [(32, {torch.bfloat16})] * 2
