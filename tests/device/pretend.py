@@ -156,9 +156,6 @@ class PretendTensor(torch.Tensor):
             raise TypeError(f"can't convert {self.device} device type tensor to numpy.")
         return self.detach().cpu().numpy()
 
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        return self.numpy()
-
     def record_stream(self, stream: Any) -> None:
         """Tell the allocator; there is none."""
 

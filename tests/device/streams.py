@@ -132,14 +132,6 @@ class Stream:
         event.record(self)
         return event
 
-    def __enter__(self) -> Stream:
-        self._before = current_stream()
-        set_stream(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        set_stream(self._before)
-
 
 every: list[Stream] = []
 DEFAULT = Stream()

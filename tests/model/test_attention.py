@@ -108,18 +108,6 @@ def test_flex_gives_forward_what_the_formula_gives(documents, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("documents", "masked"),
-    [(SCATTERED[0], True), (DOCUMENTS["padded"][0], False)],
-    ids=["scattered", "padding between documents"],
-)
-def test_only_an_id_that_comes_back_forces_the_mask(monkeypatch, calls, documents, masked):
-    """One by one, its second part would not see its first."""
-    monkeypatch.setattr(attention, "CALL_COST", 0)
-    attend_causal(*draw(rows=1)[:3], doc_ids=torch.tensor([documents]))
-    assert [mask is not None for mask in calls] == ([True] if masked else [False] * 5)
-
-
-@pytest.mark.parametrize(
     ("positions", "length", "masked"),
     [(1024, 256, False), (512, 512, False), (512, 1, True), (128, 64, True)],
 )

@@ -137,11 +137,13 @@ def test_adapters_of_a_foreign_model_and_of_a_tied_one():
     assert not torch.allclose(after, before)
     fk.merge_lora(foreign)
     assert torch.allclose(foreign(x), after, rtol=0, atol=1e-13)
-    tied = fk.Transformer(attrs.evolve(SPEC, tied=True)).double()
-    gradient = torch.autograd.grad
-    fk.add_lora(tied, targets=("*.query",))
-    query = tied.layers[0].attention.query.lora_B
-    assert gradient(tied(IDS).square().sum(), query)[0].abs().max() > 0
+    tied = fk.add_lora(tied_transformer(), targets=("*.query",))
+    tied(IDS).square().sum().backward()
+    assert tied.layers[0].attention.query.lora_B.grad.abs().max() > 0
+
+
+def tied_transformer():
+    return fk.Transformer(attrs.evolve(SPEC, tied=True)).double()
 
 
 def tied_linears():
@@ -165,44 +167,17 @@ def merged():
 dense, experts = partial(plain, "dense"), partial(plain, "experts")
 add = fk.add_lora
 REFUSED = [
-    (
-        lambda: add(dense(), targets=("*.quary",)),
-        r"'\*\.quary' matches no linear layer .* \"query\"",
-    ),
+    (lambda: add(dense(), targets=("*.quary",)), r"'\*\.quary' matches no linear layer .*\"query"),
     (lambda: add(dense(), alpha=0.0), "'alpha' must be > 0: 0.0"),
-    (
-        lambda: add(dense(), rank_pattern={"*.down": 2}),
-        r"'\*\.down' matches none of the 4 matrices .*attention\.query",
-    ),
-    (
-        lambda: add(build("dense"), targets="*.query"),
-        r"'layers\.0\.attention\.query' has an adapter already",
-    ),
-    (
-        lambda: add(build("experts"), targets="*.experts.up"),
-        r"experts\.up' has an adapter already",
-    ),
-    (
-        lambda: add(experts(), targets="*.experts.down", dora=True),
-        r"experts\.down' is of experts; its adapter takes no dora",
-    ),
-    (
-        lambda: add(experts(), targets="*.experts", dropout=0.1),
-        r"experts\.gate' is of experts; its adapter takes no dropout",
-    ),
-    (
-        lambda: add(dense(), targets="output", dropout=0.1),
-        "'output' is the output projection; its adapter takes no dropout",
-    ),
-    (
-        lambda: add(fk.Transformer(attrs.evolve(SPEC, tied=True)), targets="output"),
-        "output projection of a tied model is its embedding",
-    ),
+    (lambda: add(dense(), rank_pattern={"*.down": 2}), r"'\*\.down' matches none of the 4 matri"),
+    (lambda: add(build("dense"), targets="*.query"), r"attention\.query' has an adapter already"),
+    (lambda: add(build("experts"), targets="*.experts.up"), r"experts\.up' has an adapter already"),
+    (lambda: add(experts(), targets="*.experts.down", dora=True), r"its adapter takes no dora"),
+    (lambda: add(experts(), targets="*.experts", dropout=0.1), r"its adapter takes no dropout"),
+    (lambda: add(dense(), targets="output", dropout=0.1), "'output' is .* takes no dropout"),
+    (lambda: add(tied_transformer(), targets="output"), "of a tied model is its embedding"),
     (lambda: add(tied_linears(), targets="head"), r"'head' has the weight of 'embed\.weight' too"),
-    (
-        lambda: add(nn.Sequential(Doubled(3, 3)), targets="0"),
-        "'0' is a Doubled with a forward of its own",
-    ),
+    (lambda: add(nn.Sequential(Doubled(3, 3)), targets="0"), "Doubled with a forward of its own"),
     (lambda: fk.merge_lora(dense()), "Transformer has no adapter to merge"),
     (lambda: fk.merge_lora(merged()), "are merged into their weights: once more would add them tw"),
 ]

@@ -10,7 +10,7 @@ import packed
 import pytest
 import torch
 from adapted import batches_of, loss_fn, move
-from lab import mean_gradients, relative_error, run_with_torchao
+from lab import alone, mean_gradients, relative_error, run_with_torchao
 from torch import nn
 
 import forgekit as fk
@@ -98,26 +98,6 @@ def test_compiled_blocks_have_the_gradient_of_plain_ones(backend):
         assert relative_error({name: found[name]}, {name: wanted}) < 1e-5, name
 
 
-def test_merging_adds_to_the_unpacked_values_and_is_taken_back():
-    model = move(packed.build(torch.bfloat16))
-    ids = torch.arange(12).view(1, 12)
-    before, bits = model(ids), {n: p.clone() for n, p in packed.packed_of(model).items()}
-    factors = {n: p.detach() for n, p in model.named_parameters() if "lora_" in n}
-    base = fk.Transformer(packed.SPEC, seed=0).bfloat16()
-    unpacked = {n: packed.rounded(p) if n in bits else p for n, p in base.named_parameters()}
-    weights = packed.adapted_weights({n: p.float() for n, p in unpacked.items()}, factors)
-    fk.merge_lora(model)
-    assert "layers.0.attention.query.weight" in bits
-    for name in bits:
-        merged = model.get_submodule(name.removesuffix(".weight")).merged
-        assert merged.dtype == torch.bfloat16
-        error = (merged.float() - weights[name]).abs().max() / weights[name].abs().max()
-        assert error < 2**-8, name
-    fk.unmerge_lora(model)
-    assert torch.equal(model(ids), before)
-    assert all(torch.equal(p, bits[n]) for n, p in packed.packed_of(model).items())
-
-
 def test_published_weights_are_packed_as_they_are_read_and_what_is_merged_is_exported(tmp_path):
     source = fk.Transformer(packed.SPEC, seed=9)
     fk.save_huggingface(source, tmp_path / "base")
@@ -140,41 +120,21 @@ def test_published_weights_are_packed_as_they_are_read_and_what_is_merged_is_exp
     )
 
 
-def small(**changes):
-    moe = changes.pop("moe", None)
+def packed_of(targets, base="nf4", **changes):
     sizes = {"vocab_size": 128, "dim": 128, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 128}
-    return fk.Transformer(fk.TransformerSpec(**{**sizes, "max_seq_len": 8, "moe": moe, **changes}))
+    spec = fk.TransformerSpec(**sizes, max_seq_len=8, **changes)
+    return fk.add_lora(fk.Transformer(spec), targets=targets, base=base)
 
 
 MOE = fk.MoESpec(experts=2, top_k=1, ffn_dim=128)
 REFUSED = [
-    (
-        lambda: fk.add_lora(small(), targets=("*.query", "*.value"), base="nf4"),
-        r"'layers\.0\.attention\.value' is \[64, 128\]; base=\"nf4\" packs 16384 values",
-    ),
-    (
-        lambda: fk.add_lora(small(), targets=("*.query", "output"), base="nf4"),
-        r"'output' is the output projection, and base=\"nf4\" packs other linear layers alone",
-    ),
-    (
-        lambda: fk.add_lora(small(moe=MOE), targets=("*.query", "*.experts.up"), base="nf4"),
-        r"'layers\.0\.feed_forward\.experts\.up' is of experts, and base=\"nf4\" packs other line",
-    ),
-    (lambda: fk.add_lora(small(), base="int4"), r"base is 'int4'; it is one of \"nf4\"\."),
-    (
-        lambda: read_plan(fk.add_lora(small(), targets="*.query", base="nf4"), 2),
-        r"'layers\.0\.attention\.query' is packed \(add_lora\(base=\"nf4\"\)\), which FSDP alone "
-        r"can shard, not style 'colwise'\. Use tp=1, or leave base out\.",
-    ),
-    (
-        lambda: relora(_after_a_step(fk.add_lora(small(), targets="*.query", base="nf4")), every=1),
-        r"the base is packed \(add_lora\(base=\"nf4\"\)\), and a merge into four bits would round",
-    ),
+    (lambda: packed_of(("*.query", "*.value")), r"value' is \[64, 128\]; .* packs 16384 values"),
+    (lambda: packed_of(("*.query", "output")), "'output' is the output projection, and base="),
+    (lambda: packed_of("*.experts.up", moe=MOE), r"experts\.up' is of experts, and base="),
+    (lambda: packed_of("*.query", base="int4"), r"base is 'int4'; it is one of \"nf4\"\."),
+    (lambda: read_plan(packed_of("*.query"), 2), "query' is packed .*, which FSDP alone can shard"),
+    (lambda: relora(alone(packed_of("*.query")), every=1), "a merge into four bits would round"),
 ]
-
-
-def _after_a_step(model):
-    return fk.TrainState.create(model, fk.adamw(model))
 
 
 @pytest.mark.parametrize(("call", "message"), REFUSED)

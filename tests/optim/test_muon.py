@@ -132,25 +132,16 @@ def test_rows_are_split_where_a_pattern_says_so():
     assert parameters_by_optimizer(model, optimizer)["AdamW"] == ["qkv.bias", "out.bias"]
 
 
-def small():
-    return nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6))
-
-
 REFUSED = {
-    "no table": ({}, r"^Sequential has no table 'roles' .* Pass patterns of names: roles=\{"),
-    "unknown role": ({"roles": {"1.weight": "matrices"}}, "^a role is 'matrices'; it is one of"),
-    "no such split": (
-        {"roles": {"1.weight": "matrix"}, "split": {"*.qkv": (1, 2)}},
-        r"^the pattern '\*.qkv' of split matches no parameter of Sequential; it has",
-    ),
-    "a vector": (
-        {"roles": {"1.bias": "matrix"}},
-        r"^'1.bias' has the role 'matrix' and the shape \(6,\); Muon takes matrices \[o i\]",
-    ),
+    r"^Sequential has no table 'roles' .* Pass patterns of names: roles=\{": {},
+    "^a role is 'matrices'; it is one of": {"roles": {"1.weight": "matrices"}},
+    "of split matches no parameter": {"roles": {"1.weight": "matrix"}, "split": {"q": (1,)}},
+    r"^'1.bias' has the role 'matrix' and the shape \(6,\)": {"roles": {"1.bias": "matrix"}},
 }
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_muon_cannot_take_is_refused(options, message):
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_muon_cannot_take_is_refused(message):
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6))
     with pytest.raises(ValueError, match=message):
-        fk.muon(small(), **options)
+        fk.muon(model, **REFUSED[message])

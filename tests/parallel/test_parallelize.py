@@ -113,25 +113,21 @@ def _with_a_shared_part():
     return model
 
 
+def transformer():
+    return fk.Transformer(SPEC)
+
+
 BODY = {"blocks": "net.body", "precision": "bf16"}
+FLASH = {"attention": "flash", "precision": "bf16"}
 REFUSED = {
     "^precision is .fp8.; it is one of .fp32., .bf16": (Foreign, {"precision": "fp8"}),
-    r"'net.layers' is no list .* are \['net.body', ": (Foreign, {"blocks": "net.layers"}),
+    "'net.layers' is no list .* are .'net.body', ": (Foreign, {"blocks": "net.layers"}),
     '.fast.; it is one of "auto", "flash", "varlen", "fl': (Foreign, {"attention": "fast"}),
-    "and no module of Linear has an 'attend' socke": (
-        lambda: nn.Linear(2, 2),
-        {"attention": "sdpa"},
-    ),
-    "8 divides, not of 4. For": (
-        lambda: fk.Transformer(SPEC),
-        {"attention": "flash", "precision": "bf16"},
-    ),
+    "no module of Foreign has an 'attend' socke": (Foreign, {"attention": "sdpa"}),
+    "8 divides, not of 4. For": (transformer, FLASH),
     "and compile is False; use compile": (Foreign, {"activation_checkpoint": "budget"}),
     r"^the buffers \['table'\] are on meta .*Build the model on the CP": (_WithBuffer, {}),
-    "blocks 1 and 0 share .*same whole|blocks 0 and 1 share .*same whole": (
-        _with_a_shared_part,
-        BODY,
-    ),
+    "blocks (1 and 0|0 and 1) share .*same whole": (_with_a_shared_part, BODY),
 }
 
 
@@ -147,17 +143,13 @@ def test_what_does_not_fit_is_refused(mesh, message):
 def test_dimensions_in_another_order_are_refused(mesh):
     other = init_device_mesh("cpu", (1, 1), mesh_dim_names=("tp", "dp_shard"))
     for use in (lambda: fk.parallelize(nn.Linear(2, 2), other), lambda: fk.data_ranks(other)):
-        with pytest.raises(
-            ValueError, match=r"\['tp', 'dp_shard'\].* dp_shard, cp, tp in this order"
-        ):
+        with pytest.raises(ValueError, match=r"\['tp', 'dp_shard'\].* cp, tp in this order"):
             use()
 
 
 UNTRAINABLE = {
-    r"'weight' is torch.complex64 .*view_as_real": lambda: nn.Linear(4, 4, dtype=torch.complex64),
-    r"'0' is an embedding with sparse=True.*sparse=False": lambda: nn.Sequential(
-        nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)
-    ),
+    "is torch.complex64 .*view_as_real": lambda: nn.Linear(4, 4, dtype=torch.complex64),
+    "'0' is .* sparse=True.*sparse=False": lambda: nn.Sequential(nn.Embedding(8, 4, sparse=True)),
 }
 
 
