@@ -72,6 +72,8 @@ def test_a_base_takes_a_quarter_of_16_bits_and_backward_keeps_no_unpacked_weight
         layer(x).sum().backward()
     assert floats == []
     assert x.grad is not None
+    fk.merge_lora(model)
+    assert layer.merged.dtype == torch.bfloat16
 
 
 @pytest.mark.oracle

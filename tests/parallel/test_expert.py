@@ -15,6 +15,7 @@ import torch.distributed as dist
 from covering import first_of
 from lab import full, full_tensors, relative_error
 from pool import run_ranks
+from steps import test_experts as steps
 from steps.test_experts import balance, is_same, loss_fn, routed, rows, split
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,20 +25,8 @@ from forgekit.mesh import data_ranks, expert_ranks, expert_view
 from forgekit.model.moe import MoE
 from forgekit.parallel.expert import apply_experts, find_experts
 
-MOE = fk.MoESpec(
-    experts=7,
-    top_k=2,
-    ffn_dim=8,
-    shared=2,
-    first=1,
-    scale=1.7,
-    aux_loss=0.3,
-    z_loss=0.05,
-    sequence_aux_loss=0.2,
-    bias_rate=0.02,
-)
-SIZES = {"vocab_size": 20, "dim": 16, "heads": 2, "kv_heads": 2, "ffn_dim": 24, "max_seq_len": 12}
-SPEC = fk.TransformerSpec(**SIZES, layers=2, moe=MOE)
+MOE = attrs.evolve(steps.MOE, experts=7, shared=2)
+SPEC = attrs.evolve(steps.SPEC, vocab_size=20, kv_heads=2, layers=2, moe=MOE)
 LIMIT = 0.05
 """Below the gradient's norm, so that the one factor clips."""
 LAYOUTS = {

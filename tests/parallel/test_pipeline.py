@@ -111,10 +111,11 @@ def test_a_list_two_names_down_is_split_with_its_neighbours():
 
 
 def test_parameters_of_no_single_stage_are_refused():
-    model = _Nested()
-    model.net.scale = nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"_Nested holds the parameters \['scale'\] in itself"):
-        _modules(model, "net.body")
+    for name in ("", "net"):
+        model = _Nested()
+        model.get_submodule(name).scale = nn.Parameter(torch.ones(3))
+        with pytest.raises(ValueError, match=r"_Nested holds the parameters \['scale'\] in itself"):
+            _modules(model, "net.body")
     model = _Nested()
     model.net.body[1] = model.net.body[0]
     with pytest.raises(ValueError, match=r"net\.body\.0\.weight and .* are one tensor, .* pp=1"):

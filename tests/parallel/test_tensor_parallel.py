@@ -196,10 +196,6 @@ def _placed(rank, world):
             assert size == parameter.numel() // (world if is_sharded else 1)
 
 
-def test_ranks_keep_their_part_of_what_they_hold_and_no_more():
-    run_again(_placed, 2)
-
-
 PRUNED = {
     "embedding.weight": Shard(0),
     "layers.0.attention.output.weight": Shard(1),
@@ -231,8 +227,9 @@ def _details(rank, world):
     assert torch.equal(drop.eval()(torch.ones(1, 2, 3)), torch.ones(1, 2, 3))
 
 
-def test_pruned_models_rows_of_embeddings_and_dropout_masks():
-    run_again(_details, 2)
+@pytest.mark.parametrize("job", [_placed, _details])
+def test_ranks_keep_their_part_of_what_they_hold_and_no_more(job):
+    run_again(job, 2)
 
 
 # Refusals: nothing is sent, so one process finds them
