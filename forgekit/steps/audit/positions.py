@@ -106,7 +106,7 @@ def first_rows(
     if ids is not None and ids.ndim > 1:
         length = max(multiple, min(most, ids.shape[1]) // multiple * multiple)
         taken = {
-            key: value[:, :length] if value.shape[:2] == ids.shape else value
+            key: value[:, :length].contiguous() if value.shape[:2] == ids.shape else value
             for key, value in taken.items()
         }
     sent: list[Any] = [TensorDict(taken, batch.batch_size[:1]).cpu()]
