@@ -548,6 +548,8 @@ def _replace_what_stays_in_cpp() -> None:
 
     def pinning_empty_like(*args: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         made = empty_like(*args, **options)
-        return _pin(made) if pin_memory else made
+        if pin_memory:
+            _pin(getattr(made, "_local_tensor", made))  # of a DTensor
+        return made
 
     torch.empty_like = pinning_empty_like
