@@ -38,12 +38,6 @@ def recipes(tmp_path, monkeypatch):
     return folder
 
 
-def edit(path, old, new):
-    text = path.read_text()
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new))
-
-
 def diff(recipes, *arguments):
     return main(["diff", "my.py", *arguments], recipes=recipes)
 
@@ -52,19 +46,14 @@ def mine(recipes):
     return recipes.parent / "here" / "my.py"
 
 
-@pytest.fixture
-def then(recipes, tmp_path):
-    """The recipe as it was, beside a later one with the same name."""
+def test_both_changes_are_shown_and_git_merges_them_as_it_says(recipes, tmp_path, capsys):
+    """The recipe as it was lies beside a later one with the same name."""
     (tmp_path / "first.py").write_text(FIRST)
-    (recipes / "train.py").write_text(LATER)
-    return str(tmp_path / "first.py")
-
-
-def test_both_changes_are_shown_and_git_merges_them_as_it_says(recipes, then, capsys):
-    edit(mine(recipes), "STEPS = 10", "STEPS = 500")
+    later(recipes)
+    mine(recipes).write_text(mine(recipes).read_text().replace("STEPS = 10", "STEPS = 500"))
     before = mine(recipes).read_bytes()
     capsys.readouterr()
-    assert diff(recipes, "--origin", then) == 0
+    assert diff(recipes, "--origin", str(tmp_path / "first.py")) == 0
     said = capsys.readouterr().out
     assert f"my.py was copied from recipes/train.py of forgekit {VERSION}.\n" in said
     assert "What my.py changed: +1 -1 lines\n" in said

@@ -6,12 +6,12 @@ import gc
 import logging
 import re
 import weakref
-from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
+from lab import SPEC, alone, head_loss
 from pool import run_ranks
 
 import forgekit as fk
@@ -61,8 +61,7 @@ def test_collection_is_as_before_whatever_is_raised():
             collect(1)
             assert gc.get_freeze_count() > 0
             raise KeyError
-        assert not gc.isenabled()
-        assert gc.get_freeze_count() == 0
+        assert (gc.isenabled(), gc.get_freeze_count()) == (False, 0)
     finally:
         gc.enable()
 
@@ -101,9 +100,8 @@ def test_running_out_of_memory_leaves_a_report_and_the_error_goes_on(tmp_path, c
     report = (tmp_path / "memory" / "rank_3.txt").read_text()
     assert report.splitlines()[0] == f"{kind.__name__}: {raised.value}".splitlines()[0]
     assert "resident memory: " in report
-    status = Path("/proc/self/status").read_text()
-    resident_kib = int(re.search(r"VmRSS:\s+(\d+) kB", status)[1])
-    assert resident_bytes() == pytest.approx(resident_kib * 1024, rel=0.02)
+    resident_kib = re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]
+    assert resident_bytes() == pytest.approx(int(resident_kib) * 1024, rel=0.02)
     assert re.search(rf"\d+ x float64 {re.escape(str(list(held.shape)))} on cpu", report)
     assert caplog.messages == [f"out of memory; what filled it is in {tmp_path}/memory/rank_3.txt"]
     assert caplog.records[0].levelno == logging.ERROR
@@ -120,8 +118,7 @@ def test_running_out_of_memory_leaves_a_report_and_the_error_goes_on(tmp_path, c
 def test_health_reports_what_was_set_aside_too(tmp_path):
     """Parameters are older than the first collection, which takes them out of sight."""
     held = torch.zeros(1901, 1031, dtype=torch.float64)
-    model = torch.nn.Linear(1, 1)
-    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
+    state = alone(torch.nn.Linear(1, 1))
     with pytest.raises(MemoryError), Health(tmp_path, collect_every=1) as health:  # noqa: PT012
         health(fk.donate(state, step=1))
         assert of_kind(tuple(held.shape), "float64") == (0, 0)
@@ -131,17 +128,12 @@ def test_health_reports_what_was_set_aside_too(tmp_path):
 
 # A training loop keeps nothing
 
-SPEC = fk.TransformerSpec(
-    vocab_size=64, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=64, max_seq_len=32
-)
-
 
 def keeping(what, kept):
     """A loss function that keeps what it should not."""
 
     def loss_fn(model, batch):
-        head = partial(fk.linear_cross_entropy, labels=batch["labels"])
-        loss = model(batch["input_ids"], head=head)
+        loss = head_loss(model, batch)
         if what == "batches":
             kept.append(batch["input_ids"])
         if what == "graphs":
@@ -153,12 +145,11 @@ def keeping(what, kept):
 
 def measure(rank, world, out, what):
     """Tensors and resident bytes after 30 and after 60 steps."""
-    rows = [torch.randint(1, 64, (400,)).numpy() for _ in range(200)]
-    fk.write_tokens(out / "data", rows, vocab_size=64, eos_id=0)
-    model = fk.Transformer(SPEC)
-    state = fk.TrainState.create(model, fk.adamw(model))
+    rows = [torch.randint(1, 37, (400,)).numpy() for _ in range(100)]
+    fk.write_tokens(out / "data", rows, vocab_size=37, eos_id=0)
+    state = alone(fk.Transformer(SPEC))
     step = fk.make_step(keeping(what, []), schedule=fk.constant(1e-3), max_norm=1.0)
-    loader = fk.make_loader(fk.token_dataset(out / "data", 32), batch_size=4, workers=1)
+    loader = fk.make_loader(fk.token_dataset(out / "data", 16), batch_size=4, workers=1)
     found = []
     with loader, fk.MetricsLog(out, every=5, loader=loader) as log:
         for batches in islice(fk.groups(loader, 2), 60):

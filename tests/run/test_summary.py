@@ -30,11 +30,10 @@ def create(model, optimizer=None, mesh=None):
     return fk.TrainState.create(model, optimizer, mesh=mesh)
 
 
-def test_the_lines_say_what_is_there():
+def test_the_lines_say_what_is_there_under_the_greeting_of_a_run(tmp_path, capsys):
     assert sum(p.numel() for p in fk.Transformer(SPEC).parameters()) == SIZE
-    found = table(create(fk.Transformer(SPEC)))
-    mib = 4 * SIZE / 2**20
-    assert found == {
+    state, mib = create(fk.Transformer(SPEC)), 4 * SIZE / 2**20
+    assert table(state) == {
         "layout": "1 rank, products in float32 on cpu",
         "parameters": f"{SIZE:,}, of which a token meets {SIZE:,}",
         "memory": f"{mib:.1f} MiB of parameters and {mib:.1f} MiB of gradients on this rank",
@@ -42,6 +41,10 @@ def test_the_lines_say_what_is_there():
         "AdamW": f"21 tensors, {SIZE:,}: embedding.weight, layers.*.attention_norm.weight, "
         "layers.*.attention.query.weight and 9 more kinds",
     }
+    with fk.open_run(tmp_path / "run", CONFIG) as run, run.start(state, every=1):
+        pass
+    lines = capsys.readouterr().err.partition(": step 0, sample 0; ")[2].splitlines()
+    assert lines[1] == "  layout:      1 rank, products in float32 on cpu"
 
 
 def test_frozen_parameters_experts_and_a_chain_have_their_own_numbers():
@@ -54,14 +57,10 @@ def test_frozen_parameters_experts_and_a_chain_have_their_own_numbers():
     assert not {"step", "attention"} & found.keys(), "what is not known has no line"
     held, due = (f"{4 * count / 2**20:.1f} MiB" for count in (size, trained))
     assert found["memory"] == f"{held} of parameters and {due} of gradients on this rank"
-    assert found["parameters"] == (
-        f"{size:,}, of which a token meets {active:,}; {trained:,} are trained"
-    )
+    met = f"{size:,}, of which a token meets {active:,}; {trained:,} are trained"
+    assert found["parameters"] == met
     assert found["Muon"].startswith("17 tensors, ")
-    assert found["AdamW"] == (
-        "7 tensors, 656: layers.*.attention_norm.weight, layers.*.feed_forward_norm.weight, "
-        "layers.*.feed_forward.router.weight and 2 more kinds"
-    )
+    assert found["AdamW"].startswith("7 tensors, 656: layers.*.attention_norm.weight, ")
 
 
 def test_parameters_that_nobody_steps_are_named():
@@ -87,11 +86,3 @@ def _in_layouts(rank, world):
 
 def test_in_a_layout_the_whole_model_is_counted_and_the_ranks_part_held():
     run_ranks(_in_layouts, 2)
-
-
-def test_a_run_prints_the_lines_under_its_greeting(tmp_path, capsys):
-    state = create(fk.Transformer(SPEC))
-    with fk.open_run(tmp_path / "run", CONFIG) as run, run.start(state, every=1):
-        pass
-    lines = capsys.readouterr().err.partition(": step 0, sample 0; ")[2].splitlines()
-    assert lines[1] == "  layout:      1 rank, products in float32 on cpu"
