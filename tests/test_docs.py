@@ -74,10 +74,8 @@ def test_the_table_of_layouts_is_complete_and_within_the_bounds():
     for name, cells in rows:
         world, count, gradient, sgd, adamw, double = (float(cell) for cell in cells.split("|"))
         assert (world, count) == (LAYOUTS[name].world, 4)
-        assert 0 < gradient < 5e-7, name
-        assert 0 < sgd < 1e-6, name
-        assert 0 < adamw < 1e-6, name
-        assert 0 < double < 1e-10, name
+        errors = zip((gradient, sgd, adamw, double), (5e-7, 1e-6, 1e-6, 1e-10), strict=True)
+        assert all(0 < error < bound for error, bound in errors), name
 
 
 def test_the_table_of_lazy_and_eager_is_what_the_simulated_clock_says():
@@ -90,23 +88,18 @@ def test_the_table_of_lazy_and_eager_is_what_the_simulated_clock_says():
         assert cells.strip() == f"{found.staleness:.2f} | {found.idle:.1%}"
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_names_of_tests_and_files_in_the_text_exist(name):
+@pytest.mark.parametrize("page", PAGES)
+def test_names_on_a_page_exist_and_take_the_arguments_that_it_shows(page):
+    """Of tests, files and the package."""
     root = DOCS.parent
-    text = (root / name).read_text()
+    text = (root / page).read_text()
     sources = "".join(path.read_text() for path in (root / "tests").rglob("*.py"))
     assert all(f"def {test}(" in sources for test in re.findall(r"`(test_\w+)`", text))
     paths = re.findall(r"`((?:tests|docs|recipes|benchmarks)/[\w/]+\.py)`", text)
     assert all((root / path).exists() for path in paths), paths
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_names_on_a_page_exist_and_take_the_arguments_that_it_shows(page):
-    text = (DOCS.parent / page).read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     for name in re.findall(r"\bfk(?:\.\w+)+", text):
         public(name)
-    for block in blocks:
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S):
         for call in [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]:
             name = ast.unparse(call.func)
             if re.fullmatch(r"fk(\.\w+)+", name):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib
 import inspect
@@ -18,14 +19,8 @@ import forgekit as fk
 
 ROOT = Path(fk.__file__).parent
 OPTIONAL = (
-    "tokenizers",
-    "matplotlib",
-    "transformers",
-    "datasets",
-    "pyarrow",
-    "wandb",
-    "pandas",
-    "redis",
+    *("tokenizers", "matplotlib", "transformers", "datasets"),
+    *("pyarrow", "wandb", "pandas", "redis"),
 )
 TESTING = ("pytest", "hypothesis", "oracle", "ranks", "tests", "conftest")
 
@@ -45,9 +40,14 @@ def test_public_names_are_there_and_documented_and_each_in_one_room():
                 assert not summary.startswith(f"{name}("), name
 
 
+@functools.cache
+def _tree(path):
+    return ast.parse(path.read_text())
+
+
 def _imports(path):
     """Each imported module with the names that are taken from it, at any depth of the file."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, ()) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -75,16 +75,10 @@ def test_modules_import_each_other_in_no_circle():
     """So that each can be imported first; imports inside functions wait until they are called."""
     graph = {}
     for path in ROOT.rglob("*.py"):
-        nodes = [
-            node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)
-        ]
         graph[path] = set()
-        for node in nodes:
+        for node in (node for node in _tree(path).body if isinstance(node, ast.ImportFrom)):
             module = ROOT.parent.joinpath(*(node.module or "").split("."))
-            files = [
-                module.with_suffix(".py"),
-                *(module / f"{each.name}.py" for each in node.names),
-            ]
+            files = [module.with_suffix(".py"), *(module / f"{x.name}.py" for x in node.names)]
             graph[path] |= {file for file in files if file.exists()}
     assert sum(map(len, graph.values())) > 500
     graphlib.TopologicalSorter(graph).prepare()
@@ -116,13 +110,9 @@ print(*sys.modules, file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["--help"], ["ls"], ["cp", "pretrain"], ["diff", "--help"]],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("words", ["--help", "cp pretrain", "diff --help"])
 def test_a_command_that_computes_nothing_starts_without_torch(words, tmp_path):
-    command = [sys.executable, "-c", _COMMAND, *words]
+    command = [sys.executable, "-c", _COMMAND, *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     loaded = {name.partition(".")[0] for name in done.stderr.split()}
     assert "forgekit" in loaded

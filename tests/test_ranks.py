@@ -41,10 +41,6 @@ def _sleep(rank, world):
     time.sleep(30)
 
 
-def test_ranks_reduce_and_return_in_order():
-    assert [r.item() for r in run_ranks(_sum, 4, torch.tensor(1.0))] == [10.0] * 4
-
-
 def _folder(rank, world):
     return Path.cwd()
 
@@ -55,16 +51,10 @@ def test_neither_tests_nor_ranks_run_in_the_checkout():
         assert not folder.is_relative_to(ROOT)
 
 
-def test_ci_trains_as_the_readme_does_before_it_tests():
-    commands = [line.split() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
-    targets = [words[1] for words in commands if words[:1] == ["make"]]
-    assert targets.index("train") < targets.index("test")
-
-
 def test_an_error_on_one_rank_surfaces_and_the_next_job_is_clean():
     with pytest.raises(RankError, match="rank one is unwell"):
         run_ranks(_raise_on_one, 2)
-    assert run_ranks(_sum, 2, torch.tensor(0.0))[1].item() == 1.0
+    assert [sums.item() for sums in run_ranks(_sum, 4, torch.tensor(1.0))] == [10.0] * 4
 
 
 def test_a_hang_is_given_up_after_the_timeout():
