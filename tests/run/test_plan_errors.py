@@ -34,7 +34,6 @@ IMPOSSIBLE = {
         "global_batch_size 10 must be divisible by batch_size 4 * 2 data-parallel ranks = 8;"
         " the nearest are 8 and 16",
     ),
-    "tied weights in stages": ({"mesh__pp": 2}, "embedding.weight and"),
     "fewer micro-batches than stages": (
         {"mesh__pp": 2, "global_batch_size": 4, "model__tied": "false"},
         "micro-batch",
@@ -43,7 +42,6 @@ IMPOSSIBLE = {
         {"model__vocab_size": 63},
         "vocab_size 63 of the model is below the 64 of ",
     ),
-    "gradients clipped to nothing": ({"max_norm": 0}, "max_norm is 0.0; it must be positive"),
 }
 IN_A_STEP = "positions over cp", "fewer micro-batches than stages"
 """Refused where the first step is taken, and no mistake of usage to ``main``."""
