@@ -115,14 +115,14 @@ def test_a_frozen_base_takes_four_and_its_adapters_six(monkeypatch):
     assert (other.per_pair - one.per_pair) * ROWS * LENGTH**2 == many[1] - few[1]
 
 
-@pytest.mark.parametrize(
-    ("targets", "tied", "error"),
-    [
-        ("layers.3.*.down", True, 0),
-        ("layers.2.attention.output", False, 0),
-        (("layers.3.*.query", "layers.3.*.value"), False, 0.1),  # two of three beside each other
-    ],
-)
+LATE = [
+    ("layers.3.*.down", True, 0),
+    ("layers.2.attention.output", False, 0),
+    (("layers.3.*.query", "layers.3.*.value"), False, 0.1),  # two of three beside each other
+]
+
+
+@pytest.mark.parametrize(("targets", "tied", "error"), LATE)
 def test_what_comes_before_the_first_adapter_has_no_backward(targets, tied, error, monkeypatch):
     def build():
         model = fk.Transformer(attrs.evolve(DENSE, layers=4, tied=tied))

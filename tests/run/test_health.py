@@ -271,7 +271,6 @@ def meet(rank, world, tags, timeout_s):
 
 BUILT = ["built", "loaded"]
 BARRIERS = {
-    "at the same": (20, [BUILT, BUILT], ["fine", "fine"]),
     "at different ones": (
         20,
         [BUILT, ["built", "data is ready"]],
