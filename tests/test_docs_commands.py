@@ -1,8 +1,11 @@
-"""Command lines in the README and the documentation: commands, options, recipes and keys exist."""
+"""Commands, options, recipes, keys and names in the README and the documentation exist."""
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib
+import inspect
 import math
 import re
 import runpy
@@ -17,16 +20,14 @@ from torch.distributed.run import get_args_parser
 from forgekit.cli import main
 from forgekit.cli.recipes import recipe_or_settings
 from forgekit.cli.usage import UsageError
-from forgekit.config import load_config
+from forgekit.config import keys_of, load_config
 from forgekit.mesh import resolve_sizes
 
 ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 PAGES = {str(p.relative_to(ROOT)): p for p in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
-OF_SLURM = (
-    "cpus-per-task dependency kill-on-bad-exit nodes ntasks-per-node open-mode requeue signal"
-)
-BATCH = {f"--{name}" for name in [*OF_SLURM.split(), "wait"]}
+OF_SLURM = "cpus-per-task dependency kill-on-bad-exit nodes ntasks-per-node open-mode requeue"
+BATCH = {f"--{name}" for name in [*OF_SLURM.split(), "signal", "wait"]}
 """Options of sbatch and srun, which are not here to be asked."""
 
 
@@ -96,11 +97,8 @@ def test_what_a_page_tells_to_type_exists(page, capsys):
 
 
 def test_a_line_that_does_not_work_is_found(capsys):
-    for line in (
-        "forgekit report runs/a --outer",
-        "forgekit cp pretrained my.py",
-        "python my.py a=1",
-    ):
+    wrong = "forgekit report runs/a --outer", "forgekit cp pretrained my.py", "python my.py a=1"
+    for line in wrong:
         with pytest.raises((AssertionError, SystemExit, UsageError)):
             check_line(line, "", capsys)
 
@@ -162,3 +160,61 @@ def test_the_mesh_of_a_line_for_several_ranks_fits_them(line):
         assert shard * context % config.mesh.ep == 0
         if hasattr(config, "global_batch_size"):
             assert config.global_batch_size % ((config.batch_size or 1) * ranks) == 0
+
+
+# Pages for users of other trainers: what they name on our side exists
+
+TRAINERS = [page for page in PAGES if "migration/" in page and "index" not in page]
+
+
+def ours(page):
+    """What stands in code in the right column of a page's table."""
+    rows = re.findall(r"^\|(?!---)(.*)\|(.*)\|$", PAGES[page].read_text(), re.M)[1:]
+    return [code for _, cell in rows for code in re.findall(r"(?<!\})`([^`]+)`", cell)]
+
+
+@functools.cache
+def names_of_ours():
+    """All words of the package and the recipes, and the keys of pretrain."""
+    sources = (path for folder in ("forgekit", "recipes") for path in (ROOT / folder).rglob("*.py"))
+    words = set(re.findall(r"\w+", "".join(path.read_text() for path in sources)))
+    return words, {name for name, *_ in keys_of(config_of(RECIPES / "pretrain.py"))}
+
+
+def find(path):
+    module, *names = path.replace("fk.", "forgekit.", 1).split(".")
+    return functools.reduce(getattr, names, importlib.import_module(module))
+
+
+def check_code(code, capsys):
+    """Raise unless a name, call, key, command or file of ours exists."""
+    words, keys = names_of_ours()
+    if re.match(r"(fk|forgekit)\.", code):
+        tree = ast.parse(code, mode="eval").body
+        for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
+            options = {option.arg: None for option in call.keywords}
+            inspect.signature(find(ast.unparse(call.func))).bind_partial(*call.args, **options)
+        if not isinstance(tree, ast.Call):
+            find(code)
+    elif code.startswith("forgekit "):
+        help_of(code.split()[1], capsys)
+    elif code.startswith("recipes/"):
+        assert (ROOT / code).exists(), code
+    elif key := re.match(r"([\w.]+)=", code):
+        assert key[1] in keys, code
+    else:
+        assert set(re.findall(r"[A-Za-z_]\w*", code)) <= words, code
+
+
+@pytest.mark.parametrize("page", TRAINERS)
+def test_what_a_page_names_on_our_side_exists(page, capsys):
+    codes = ours(page)
+    assert len(codes) > 30
+    for code in codes:
+        check_code(code, capsys)
+
+
+def test_a_name_that_is_not_there_is_found(capsys):
+    for code in ("fk.no_such_name", "fk.clip(totals, norm=1)", "mesh.xp=", "no_word_ours"):
+        with pytest.raises((AttributeError, TypeError, AssertionError)):
+            check_code(code, capsys)

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 from device.pretend import NAME, watching
-from lab import SPEC, alone, full_tensors, is_kept, lay_out, logits_loss, reference_gradients
+from lab import (
+    SPEC,
+    alone,
+    full_tensors,
+    is_kept,
+    lay_out,
+    logits_loss,
+    reference_gradients,
+    torch_loss,
+)
 from pool import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
@@ -69,22 +78,23 @@ def solved(counts, parts, whole):
     return {"noise/gradient_sq": true, "noise/trace": trace, "noise/scale": trace / true}
 
 
+def squares(model, batches, loss_fn=torch_loss):
+    """The squared norm of each parameter's mean gradient, as one process finds it."""
+    gradients, _ = reference_gradients(model, batches, loss_fn)
+    return {name: gradient.square().sum().item() for name, gradient in gradients.items()}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_norms_and_noise_are_those_of_one_process_in_every_layout(layout):
     """Micro-batches have other numbers of targets."""
-    batches = micro_batches(LAYOUTS[layout][1])
-
-    def squares(batches):
-        gradients, _ = reference_gradients(fk.Transformer(SMALL), batches)
-        return {name: gradient.square().sum().item() for name, gradient in gradients.items()}
-
+    batches, model = micro_batches(LAYOUTS[layout][1]), fk.Transformer(SMALL)
     expected = dict.fromkeys(["embedding", "layers.0", "layers.1", "norm", "output"], 0.0)
-    for name, square in squares(batches).items():
+    for name, square in squares(model, batches).items():
         parts = name.split(".")
         expected[".".join(parts[: 1 + (parts[0] == "layers")])] += square
     targets = np.array([sum(int((b["labels"] != -100).sum()) for b in row) for row in batches])
     assert len(set(targets)) == 3
-    each = [sum(squares([row]).values()) for row in batches]
+    each = [sum(squares(model, [row]).values()) for row in batches]
     wanted = solved(targets, each, sum(expected.values()))
     expected = {f"grad_norm/{layer}": square**0.5 for layer, square in expected.items()}
     for norms, noise in run_again(_norms_and_noise, LAYOUTS[layout][0], layout):
@@ -115,18 +125,14 @@ def test_a_shared_weight_counts_once_and_noise_is_that_of_what_is_trained():
     def loss_fn(model, batch):
         return fk.Loss(model(batch["x"]).square().sum(), len(batch))
 
-    def squares(rows):
-        model.zero_grad()
-        (sum(loss_fn(model, row).sum for row in rows) / sum(map(len, rows))).backward()
+    def by_layer(rows):
         found = dict.fromkeys(("mix", "out", "frozen", "unused", "left_out"), 0.0)
-        for name, p in model.named_parameters():
-            found[name.rpartition(".")[0]] += (
-                0.0 if p.grad is None else p.grad.square().sum().item()
-            )
+        for name, square in squares(model, [rows], loss_fn).items():
+            found[name.rpartition(".")[0]] += square
         return found
 
-    expected, counts = squares(rows), np.array([len(row) for row in rows])
-    parts = [squares([row]) for row in rows]
+    expected, counts = by_layer(rows), np.array([len(row) for row in rows])
+    parts = [by_layer([row]) for row in rows]
     each, whole = ([sum(f.values()) - f["left_out"] for f in some] for some in (parts, [expected]))
     noise = gradient_noise(state, rows, loss_fn)
     assert {name: float(n) for name, n in noise.items()} == pytest.approx(

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from contextlib import closing
+from unittest import mock
 
 import pytest
 from lab import file_size_limit
@@ -71,18 +72,16 @@ def test_a_tracker_gets_each_row_and_event_the_configuration_and_how_the_run_end
     assert written["moe/load/layers.0"] == [0.5, 0.5]
 
 
-class Broken(Kept):
-    """Fails in one of its calls."""
+def broken(where, error):
+    """A tracker that fails, or hangs without an error, in one of its calls."""
 
-    def __init__(self, where, error):
-        def fail(self, *args):
-            self.calls.append("failed")
-            if error is None:
-                time.sleep(10)
-            raise error
+    def fail(self, *args):
+        self.calls.append("failed")
+        if error is None:
+            time.sleep(10)
+        raise error
 
-        super().__init__()
-        self.__class__ = type("Broken", (Kept,), {where: fail})
+    return type("Broken", (Kept,), {where: fail})()
 
 
 FAILS = {
@@ -100,7 +99,7 @@ def test_a_tracker_that_fails_or_hangs_costs_one_message(tmp_path, monkeypatch, 
     monkeypatch.setattr("forgekit.metrics.trackers.PATIENCE_S", 0.05)
     monkeypatch.setattr("forgekit.metrics.trackers.CLOSING_S", 0.1)
     after, started = Kept(), time.perf_counter()
-    trackers = (Broken(where, error), after)
+    trackers = (broken(where, error), after)
     with MetricsLog(tmp_path, every=1, trackers=trackers) as log:
         for steps in ([1, 2], [3, 4]):
             for step in steps:
@@ -122,7 +121,7 @@ def test_a_tracker_that_hangs_does_not_fill_the_memory(monkeypatch):
     monkeypatch.setattr("forgekit.metrics.trackers.ROOM", 3)
     monkeypatch.setattr("forgekit.metrics.trackers.CLOSING_S", 0.1)
     lines = []
-    guarded = GuardedTracker(Broken("__call__", None), lines.append)
+    guarded = GuardedTracker(broken("__call__", None), lines.append)
     for step in range(50):
         guarded(step, {"a": 1})
     guarded.close()
@@ -144,9 +143,8 @@ def wait_for(guarded):
 
 def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(tmp_path):
     """Killed at 7 with a checkpoint at 5: what was flushed by then is there, nothing is closed."""
-    killed = MetricsLog(
-        tmp_path, every=1, trackers=(fk.TensorBoard(tmp_path),), config={"a": [1, math.nan]}
-    )
+    config, tracker = {"a": [1, math.nan]}, fk.TensorBoard(tmp_path)
+    killed = MetricsLog(tmp_path, every=1, trackers=(tracker,), config=config)
     state = steps_of(killed, create(), range(1, 8))
     wait_for(killed._trackers[0])
     time.sleep(1.1)  # files are read in the order of the seconds in their names
@@ -155,8 +153,8 @@ def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(tmp_path):
         steps_of(log, state, range(6, 11))
         log.status("finished")
     shown, texts = scalars(tmp_path / "tensorboard")
-    assert [event.step for event in shown["train/loss"]] == [*range(1, 11)]
-    assert [event.value for event in shown["train/loss"]] == [10.0 - step for step in range(1, 11)]
+    losses = [(event.step, event.value) for event in shown["train/loss"]]
+    assert losses == [(step, 10.0 - step) for step in range(1, 11)]
     assert [event.step for event in shown["eval/a/loss"]] == [5, 10]
     assert [event.step for event in shown["samples"]] == [*range(1, 11)]
     assert {tag.split("/")[0] for tag in texts} == {"config", "status"}
@@ -174,26 +172,6 @@ def test_a_row_is_in_tensorboards_file_when_it_has_been_taken(tmp_path, monkeypa
         assert len(shown) == 8
 
 
-class FakeWandB:
-    """What W&B's module is asked for."""
-
-    def __init__(self):
-        self.begun, self.rows, self.summary, self.axes = [], [], {}, []
-
-    def init(self, **options):
-        self.begun.append(options)
-        return self
-
-    def define_metric(self, *args, **options):
-        self.axes.append((args, options))
-
-    def log(self, row):
-        self.rows.append(row)
-
-    def finish(self):
-        self.begun.append("finished")
-
-
 def go_on(out, tracker, first, last):
     """A run from one step to another, with the evaluation of the first one again."""
     with MetricsLog(out, start_step=first, every=1, trackers=(tracker,)) as log:
@@ -208,20 +186,21 @@ def go_on(out, tracker, first, last):
 def test_wandb_goes_on_with_its_run_and_is_sent_the_rows_after_the_checkpoint(
     tmp_path, monkeypatch
 ):
-    fake = FakeWandB()
+    fake = mock.Mock(summary={})
+    fake.init.return_value = fake
     monkeypatch.setattr("forgekit.metrics.trackers.require", lambda name, extra: fake)
     for first, last in ((0, 7), (5, 10)):
         go_on(tmp_path, fk.WandB(tmp_path, project="p", mode="offline"), first, last)
     run_id = json.loads((tmp_path / "wandb.json").read_text())["id"]
-    begun, finished, again, _ = fake.begun
+    begun, again = (call.kwargs for call in fake.init.call_args_list)
     wanted = {"id": run_id, "resume": "allow", "project": "p", "mode": "offline"}
     assert begun.items() >= wanted.items()
-    assert (begun, finished, fake.summary) == (again, "finished", {"status": "finished"})
-    assert (("*",), {"step_metric": "train/step"}) in fake.axes
-    losses = [(row["train/step"], row["train/loss"]) for row in fake.rows if "train/loss" in row]
+    assert (again, fake.finish.call_count, fake.summary) == (begun, 2, {"status": "finished"})
+    assert mock.call("*", step_metric="train/step") in fake.define_metric.call_args_list
+    rows = [call.args[0] for call in fake.log.call_args_list]
+    losses = [(row["train/step"], row["train/loss"]) for row in rows if "train/loss" in row]
     assert losses == [(step, 10.0 - step) for step in (*range(1, 8), *range(6, 11))]
-    evaluated = [row["train/step"] for row in fake.rows if "eval/a/loss" in row]
-    assert evaluated == [5, 10]
+    assert [row["train/step"] for row in rows if "eval/a/loss" in row] == [5, 10]
 
 
 @pytest.mark.oracle
