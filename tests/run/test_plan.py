@@ -163,12 +163,12 @@ def two_losses(model, batch):
     return fk.cross_entropy(logits, batch["labels"]) + fk.cross_entropy(logits, batch["labels"])
 
 
-def foreign_job(world):
+def foreign_job(world, **changes):
     labels = torch.arange(32).view(2, 16)
     labels[0, :5] = -100
     words = torch.arange(32).view(2, 16)
     foreign = partial(built_of, Foreign, two_losses, words=words, labels=labels)
-    return job_of(Cell(name="", world=world, sizes={}), setup=foreign)
+    return job_of(Cell(name="", world=world, sizes={}), setup=foreign, **changes)
 
 
 def test_a_model_that_is_not_ours():
@@ -189,10 +189,11 @@ def test_a_world_of_more_ranks_is_no_more_work():
             nonlocal count
             count += event in ("call", "c_call")
 
-        plan_step(foreign_job(world))  # imports and caches
+        job = foreign_job(world, micro_batches=lambda _: 1)
+        plan_step(job)  # imports and caches
         sys.setprofile(counted)
         try:
-            plan_step(foreign_job(world))
+            plan_step(job)
         finally:
             sys.setprofile(None)
         return count
