@@ -6,47 +6,20 @@ from typing import Any
 
 import torch
 import verified
-from faults.user_code import USER
-from lab import full
+from faults.table import saying
+from faults.user_code import USER, train
+from lab import full_tensors
 from torch import Tensor
 
-import forgekit as fk
 from forgekit.verification.measure import plain_backward
 
-__all__ = ["KINDS", "Absent", "train_in_stages"]
-
-
-def _above(x: Tensor, x0: Tensor) -> Tensor:
-    return x * (1.5 - (x0.sum(-1, keepdim=True) > 0).to(x.dtype))
-
-
-def _topk(x: Tensor, x0: Tensor) -> Tensor:
-    return x + 0.1 * x0.topk(3).indices.sum(-1, keepdim=True)
-
-
-def _where(x: Tensor, x0: Tensor) -> Tensor:
-    return torch.where(x0 > 0.1, x, 0.5 * x)
-
-
-def _integers(x: Tensor, x0: Tensor) -> Tensor:
-    return x * (1 + (x0 * 4).long() % 3)
-
-
-def _rounded(x: Tensor, x0: Tensor) -> Tensor:
-    return x + 0.1 * x0.detach().round()
-
-
-def _positive_count(x: Tensor, x0: Tensor) -> Tensor:
-    return x * (1 + 0.01 * float((x0 > 0).sum()))
-
-
 KINDS = {
-    "a comparison": _above,
-    "topk": _topk,
-    "where": _where,
-    "integers": _integers,
-    "rounding": _rounded,
-    "a number of the host": _positive_count,
+    "a comparison": lambda x, x0: x * (1.5 - (x0.sum(-1, keepdim=True) > 0).to(x.dtype)),
+    "topk": lambda x, x0: x + 0.1 * x0.topk(3).indices.sum(-1, keepdim=True),
+    "where": lambda x, x0: torch.where(x0 > 0.1, x, 0.5 * x),
+    "integers": lambda x, x0: x * (1 + (x0 * 4).long() % 3),
+    "rounding": lambda x, x0: x + 0.1 * x0.detach().round(),
+    "a number of the host": lambda x, x0: x * (1 + 0.01 * float((x0 > 0).sum())),
 }
 
 
@@ -68,29 +41,20 @@ class Absent(verified.Model):
 
 def _plain(steps: int) -> dict[str, Tensor]:
     """The same steps in one process, with nothing of the step."""
+    torch.manual_seed(0)
     model = USER["model"]().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(steps):
         plain_backward(model, USER["batches"](None, number), USER["loss"])
         optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return full_tensors(model)
 
 
+@saying
 def train_in_stages(rank: int, world: int) -> str:
     """Whether two steps in a pipeline are those of one process, or what was refused."""
-    torch.manual_seed(0)
     expected = _plain(steps=2)
-    torch.manual_seed(0)
-    try:
-        mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, pp=world), device="cpu")
-        model = fk.parallelize(USER["model"]().double(), mesh)
-        state = fk.TrainState.create(model, torch.optim.SGD(model.parameters(), lr=0.1), mesh=mesh)
-        step = fk.make_step(USER["loss"], schedule=fk.constant(0.1), max_norm=float("inf"))
-        for number in range(2):
-            state, _ = step(state, USER["batches"](mesh, number))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    own = {name: p.detach() for name, p in model.named_parameters()}
-    errors = [(full(p) - expected[name]).abs().max() for name, p in own.items()]
-    worst = float(max(errors))
+    state = train({"pp": world}, dtype=torch.float64, max_norm=float("inf"))
+    own = full_tensors(state.model)
+    worst = max(float((own[name] - expected[name]).abs().max()) for name in own)
     return f"silently wrong by {worst:.1e}" if worst > 1e-12 else ""

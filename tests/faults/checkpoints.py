@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,10 @@ import torch
 import torch.distributed as dist
 from faults.folders import by_rank_0, shared_folder
 from faults.planting import Plant, value
-from faults.table import Check, Fault
-from lab import SPEC, global_batch, logits_loss
+from faults.table import Check, Fault, saying
+from lab import SPEC, full_tensors, global_batch, lay_out, logits_loss
 
 import forgekit as fk
-
-__all__ = ["CHECKS", "FAULTS"]
 
 SAVES, STEPS = 3, 5
 USER: dict[str, Any] = {
@@ -35,15 +34,14 @@ USER: dict[str, Any] = {
 """What a user passes, and what the world does; faults change the second run."""
 
 
-def _begin(mesh: Any, *, is_second: bool) -> fk.TrainState:
+def _begin(*, is_second: bool) -> fk.TrainState:
     """The first run's state; the second one's has other weights until it loads."""
     spec = USER["spec"]() if is_second else SPEC
-    model = fk.parallelize(fk.Transformer(spec, seed=9 if is_second else 3), mesh)
-    optimizer = USER["optimizer"](model) if is_second else fk.adamw(model)
-    return fk.TrainState.create(model, optimizer, mesh=mesh)
+    build = USER["optimizer"] if is_second else fk.adamw
+    return lay_out(fk.Transformer(spec, seed=9 if is_second else 3), build=build)
 
 
-def _train(state: fk.TrainState, mesh: Any, until: int, directory: Path | None) -> fk.TrainState:
+def _train(state: fk.TrainState, until: int, directory: Path | None = None) -> fk.TrainState:
     step = fk.make_step(logits_loss, schedule=fk.warmup_cosine(peak=0.05, warmup=2, total=9))
     while state.step < until:
         batches = global_batch(2, seed=state.samples)
@@ -54,28 +52,20 @@ def _train(state: fk.TrainState, mesh: Any, until: int, directory: Path | None) 
 
 
 def _weights(state: fk.TrainState) -> list[Any]:
-    return [p.full_tensor().detach().tolist() for p in state.model.parameters()]
+    return [tensor.tolist() for tensor in full_tensors(state.model).values()]
 
 
+@saying
 def _resume(rank: int, world: int) -> str:
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
-    whole = _weights(_train(_begin(mesh, is_second=False), mesh, STEPS, None))
+    whole = _weights(_train(_begin(is_second=False), STEPS))
     with shared_folder() as folder:
-        _train(_begin(mesh, is_second=False), mesh, SAVES, folder)
+        _train(_begin(is_second=False), SAVES, folder)
         by_rank_0(USER["happens"], folder)
-        return _go_on(mesh, folder, whole)
-
-
-def _go_on(mesh: Any, directory: Path, whole: list[Any]) -> str:
-    try:
-        state = fk.checkpoint_load(
-            _begin(mesh, is_second=True), directory, fingerprint=USER["fingerprint"]()
-        )
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        state = _begin(is_second=True)
+        state = fk.checkpoint_load(state, folder, fingerprint=USER["fingerprint"]())
     step, state = state.step, USER["loaded"](state)
     said = [f"loaded step {step}"] * (step != SAVES)
-    is_same = _weights(_train(state, mesh, STEPS, None)) == whole
+    is_same = _weights(_train(state, STEPS)) == whole
     return ", ".join(said + ["another run than without a stop"] * (not is_same))
 
 
@@ -86,13 +76,9 @@ def _files(directory: Path, step: int = SAVES) -> list[Path]:
     return sorted(files, key=lambda path: (-path.stat().st_size, path.name))
 
 
-def _to_largest(change: Callable[[Path], None]) -> Plant:
-    return value(USER, "happens", lambda directory: change(_files(directory)[0]))
-
-
-def _to_others(change: Callable[[Path], None], place: int) -> Plant:
-    """One of the files that say what is in the others: the smaller ones."""
-    return value(USER, "happens", lambda directory: change(_files(directory)[::-1][place]))
+def _to_file(change: Callable[[Path], None], place: int = 0) -> Plant:
+    """The largest file; from behind, those that say what is in the others."""
+    return value(USER, "happens", lambda directory: change(_files(directory)[place]))
 
 
 def _truncate(path: Path) -> None:
@@ -131,60 +117,33 @@ def _moments_swapped(state: fk.TrainState) -> fk.TrainState:
     return state
 
 
+def _other_optimizer(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+
+
 CHECKS = {"resume": Check(measure=_resume, timeout_s=60)}
+RESUME, BEFORE, REFUSED = "resume", "^loaded step 2$", "^CheckpointError"
+MIXED, ALL_TORN = value(USER, "happens", _mix), value(USER, "happens", _truncate_all)
+OTHER_DATA = value(USER, "fingerprint", lambda: {"data": "b"})
+OTHER_MODEL = value(USER, "spec", lambda: attrs.evolve(SPEC, ffn_dim=48))
+SGD, LOADED = value(USER, "optimizer", _other_optimizer), partial(value, USER, "loaded")
+NO_SAMPLES = LOADED(lambda state: fk.donate(state, samples=0))
+NO_STEPS = LOADED(lambda state: fk.donate(state, step=0))
 FAULTS = [
-    Fault("a torn file", "resume", _to_largest(_truncate), "^loaded step 2$", quick=True),
-    Fault("a flipped bit", "resume", _to_largest(_flip), "^loaded step 2$"),
-    Fault("an empty file of weights", "resume", _to_largest(_empty), "^loaded step 2$"),
-    Fault("a file that is gone", "resume", _to_largest(Path.unlink), "^loaded step 2$"),
-    Fault("a mixture of two saves", "resume", value(USER, "happens", _mix), "^loaded step 2$"),
-    Fault("the smallest file empty", "resume", _to_others(_empty, 0), "^loaded step 2$"),
-    Fault("the second smallest empty", "resume", _to_others(_empty, 1), "^loaded step 2$"),
-    Fault("the smallest file torn", "resume", _to_others(_truncate, 0), "^loaded step 2$"),
-    Fault(
-        "all checkpoints torn",
-        "resume",
-        value(
-            USER,
-            "happens",
-            lambda d: [_truncate(_files(d, step)[0]) for step in range(1, SAVES + 1)],
-        ),
-        "^CheckpointError",
-    ),
-    Fault(
-        "other data",
-        "resume",
-        value(USER, "fingerprint", lambda: {"data": "b"}),
-        "^CheckpointError.*other data",
-    ),
-    Fault(
-        "another model",
-        "resume",
-        value(USER, "spec", lambda: attrs.evolve(SPEC, ffn_dim=48)),
-        seen="^CheckpointError.*another model",
-    ),
-    Fault(
-        "another optimizer, whose state is not there",
-        "resume",
-        value(
-            USER,
-            "optimizer",
-            lambda model: torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9),
-        ),
-        "^CheckpointError",
-    ),
-    Fault("moments lost", "resume", value(USER, "loaded", _moments_lost), "another run"),
-    Fault("moments swapped", "resume", value(USER, "loaded", _moments_swapped), "another run"),
-    Fault(
-        "samples counted from zero",
-        "resume",
-        value(USER, "loaded", lambda state: fk.donate(state, samples=0)),
-        "another run",
-    ),
-    Fault(
-        "steps counted from zero",
-        "resume",
-        value(USER, "loaded", lambda state: fk.donate(state, step=0)),
-        "another run",
-    ),
+    Fault("a torn file", RESUME, _to_file(_truncate), BEFORE, quick=True),
+    Fault("a flipped bit", RESUME, _to_file(_flip), BEFORE),
+    Fault("an empty file of weights", RESUME, _to_file(_empty), BEFORE),
+    Fault("a file that is gone", RESUME, _to_file(Path.unlink), BEFORE),
+    Fault("a mixture of two saves", RESUME, MIXED, BEFORE),
+    Fault("the smallest file empty", RESUME, _to_file(_empty, -1), BEFORE),
+    Fault("the second smallest empty", RESUME, _to_file(_empty, -2), BEFORE),
+    Fault("the smallest file torn", RESUME, _to_file(_truncate, -1), BEFORE),
+    Fault("all checkpoints torn", RESUME, ALL_TORN, REFUSED),
+    Fault("other data", RESUME, OTHER_DATA, f"{REFUSED}.*other data"),
+    Fault("another model", RESUME, OTHER_MODEL, f"{REFUSED}.*another model"),
+    Fault("another optimizer, whose state is not there", RESUME, SGD, REFUSED),
+    Fault("moments lost", RESUME, LOADED(_moments_lost), "another run"),
+    Fault("moments swapped", RESUME, LOADED(_moments_swapped), "another run"),
+    Fault("samples counted from zero", RESUME, NO_SAMPLES, "another run"),
+    Fault("steps counted from zero", RESUME, NO_STEPS, "another run"),
 ]

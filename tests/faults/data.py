@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +13,6 @@ from faults.table import Check, Fault
 from tensordict import TensorDict
 
 import forgekit as fk
-
-__all__ = ["CHECKS", "FAULTS"]
 
 ROWS, SIZE, SEED = 23, 3, 7
 USER: dict[str, Any] = {
@@ -91,52 +90,28 @@ def _padding_trains(loader: Any) -> Any:
         yield batch.copy().update({"labels": batch["input_ids"]})
 
 
+def _doubled(loader: Any) -> Any:
+    return (batch for batch in loader for _ in range(2))
+
+
 CHECKS = {
     "epoch": Check(measure=_epoch, judge=_judge_epoch),
     "mixture": Check(measure=_mixture, judge=_judge_mixture),
 }
+EPOCH = "epoch"
+RESUME, STREAM = partial(value, USER, "resume"), partial(value, USER, "stream")
+ONE_RANK, OWN_SEED = value(USER, "rank", lambda *_: (0, 1)), value(USER, "seed", lambda rank: rank)
+DROPS = STREAM(lambda loader: itertools.islice(loader, 1, None))
+HALF, FURTHER = RESUME(lambda samples: samples // 2), RESUME(lambda samples: samples + 2 * SIZE)
+OTHER = value(USER, "weights", lambda: {"a": 2, "b": 1})
 FAULTS = [
-    Fault("a resume from the start", "epoch", value(USER, "resume", lambda _: 0), "^read again"),
-    Fault(
-        "a resume that counts one rank's rows",
-        "epoch",
-        value(USER, "resume", lambda samples: samples // 2),
-        "read again",
-        quick=True,
-    ),
-    Fault(
-        "a resume one micro-batch further",
-        "epoch",
-        value(USER, "resume", lambda samples: samples + 2 * SIZE),
-        "^lost",
-        quick=True,
-    ),
-    Fault(
-        "ranks that read the same", "epoch", value(USER, "rank", lambda *_: (0, 1)), "read again"
-    ),
-    Fault(
-        "a shuffle for each rank",
-        "epoch",
-        value(USER, "seed", lambda rank: rank),
-        seen="^lost.*again",
-    ),
-    Fault(
-        "a loader that repeats",
-        "epoch",
-        value(USER, "stream", lambda loader: (b for b in loader for _ in range(2))),
-        "read again",
-    ),
-    Fault(
-        "a loader that drops",
-        "epoch",
-        value(USER, "stream", lambda loader: itertools.islice(loader, 1, None)),
-        "^lost",
-    ),
-    Fault("padding with labels", "epoch", value(USER, "stream", _padding_trains), "read again"),
-    Fault(
-        "other weights",
-        "mixture",
-        value(USER, "weights", lambda: {"a": 2, "b": 1}),
-        seen="share of b",
-    ),
+    Fault("a resume from the start", EPOCH, RESUME(lambda _: 0), "^read again"),
+    Fault("a resume that counts one rank's rows", EPOCH, HALF, "read again", quick=True),
+    Fault("a resume one micro-batch further", EPOCH, FURTHER, "^lost", quick=True),
+    Fault("ranks that read the same", EPOCH, ONE_RANK, "read again"),
+    Fault("a shuffle for each rank", EPOCH, OWN_SEED, "^lost.*again"),
+    Fault("a loader that repeats", EPOCH, STREAM(_doubled), "read again"),
+    Fault("a loader that drops", EPOCH, DROPS, "^lost"),
+    Fault("padding with labels", EPOCH, STREAM(_padding_trains), "read again"),
+    Fault("other weights", "mixture", OTHER, "share of b"),
 ]

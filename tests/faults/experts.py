@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import Any
 
 import attrs
 import torch
 import torch.distributed as dist
 from distributed import models
-from faults.planting import Count, function, value
-from faults.steps import local_square
+from faults.planting import Plant, function, method, result, value
+from faults.steps import mean_of_norms, norm_of
 from faults.table import Fault
 from faults.training import training
 
 import forgekit as fk
 
-__all__ = ["CHECKS", "FAULTS"]
 
-
-def _times_ep(factor: float) -> Any:
+def _times_ep(factor: float) -> Plant:
     def scaled(accumulate: Any, state: Any, *args: Any, **options: Any) -> Any:
         """Gradients of experts, whose ranks see all tokens, divided or multiplied by ep."""
         totals = accumulate(state, *args, **options)
@@ -31,74 +28,42 @@ def _times_ep(factor: float) -> Any:
     return function("accumulate", scaled)
 
 
-def _mean_of_norms(reduce: Any, totals: fk.Totals, state: fk.TrainState, **options: Any) -> Any:
-    norm = local_square(state).sqrt()
-    dist.all_reduce(norm)
-    square = (norm / dist.get_world_size()).square()
-    return reduce(totals, state, **options).plus(grad_sq=square)
-
-
-@contextmanager
-def _own_router() -> Any:
+def _own_router(linear: Any, x: Any, weight: Any, *args: Any) -> Any:
     """A router's gradient comes from the tokens of one rank alone."""
-    count, linear = Count(), torch.nn.functional.linear
-
-    def planted(x: Any, weight: Any, *args: Any) -> Any:
-        is_router = weight.shape[0] == models.MOE.experts and weight.ndim == 2
-        count.calls += is_router
-        detached = is_router and dist.get_rank() > 0
-        return linear(x, weight.detach() if detached else weight, *args)
-
-    torch.nn.functional.linear = planted
-    try:
-        yield count
-    finally:
-        torch.nn.functional.linear = linear
+    is_router = weight.shape[0] == models.MOE.experts and weight.ndim == 2
+    return linear(x, weight.detach() if is_router and dist.get_rank() > 0 else weight, *args)
 
 
-def _counts(change: Any) -> Any:
-    def reduced(reduce: Any, totals: fk.Totals, *args: Any, **options: Any) -> Any:
-        totals = reduce(totals, *args, **options)
-        counts = change(totals["experts", "counts"].clone())
+def _counts(factors: Any) -> Plant:
+    def change(totals: fk.Totals) -> fk.Totals:
+        counts = totals["experts", "counts"].clone()
+        counts *= counts.new_tensor(factors)
         return attrs.evolve(totals, flat={**totals.flat, ("experts", "counts"): counts})
 
-    return function("reduce_totals", reduced)
+    return result("reduce_totals", change)
 
 
-def _first_twice(counts: torch.Tensor) -> torch.Tensor:
-    """What recomputation counted again: here of one expert, so that shares change too."""
-    counts[..., 0] *= 2
-    return counts
-
-
-def _terms(factor: float) -> Any:
-    spec = models.MOE
-    scaled = {
-        name: getattr(spec, name) * factor for name in ("aux_loss", "z_loss", "sequence_aux_loss")
-    }
-    return value(models, "MOE", attrs.evolve(spec, **scaled))
-
-
-def _own_counts(_sum: Any, _group: Any, counts: Any) -> Any:
-    return counts
+def _terms(factor: float) -> Plant:
+    terms = ("aux_loss", "z_loss", "sequence_aux_loss")
+    scaled = {name: getattr(models.MOE, name) * factor for name in terms}
+    return value(models, "MOE", attrs.evolve(models.MOE, **scaled))
 
 
 CHECKS = training(["moe-ep2", "moe-cp2-ring"], "fp64")
-EP = "moe-ep2 fp64"
+EP, ROUTER = "moe-ep2 fp64", "gradients of router"
+ROUTERS = method(torch.nn.functional, "linear", _own_router)
+OWN_COUNTS = function("_sum_slices", lambda _sum, _group, counts: counts)
+FIRST_TWICE = [2.0] + [1.0] * (models.MOE.experts - 1)
+"""What recomputation counted again: here of one expert, so that shares change too."""
 FAULTS = [
-    Fault("divide experts by ep", EP, _times_ep(0.5), seen="gradients of experts", quick=True),
-    Fault("experts times ep", EP, _times_ep(2.0), seen="gradients of experts"),
-    Fault("forget to reduce routers", EP, _own_router, seen="gradients of router", quick=True),
-    Fault("average norms", EP, function("reduce_totals", _mean_of_norms), seen="sgd grad_norm"),
-    Fault("count twice", EP, _counts(_first_twice), seen="balance"),
-    Fault("halve counts", EP, _counts(lambda counts: counts / 2), seen="counts"),
-    Fault("terms times micro-batches", EP, _terms(3), seen="gradients of router", quick=True),
-    Fault("terms times micro-batches: dense", EP, _terms(3), seen="gradients of dense"),
-    Fault("terms without gradient", EP, _terms(0), seen="gradients of router"),
-    Fault(
-        "rows of slices",
-        "moe-cp2-ring fp64",
-        function("_sum_slices", _own_counts),
-        seen="gradients of router",
-    ),
+    Fault("divide experts by ep", EP, _times_ep(0.5), "gradients of experts", quick=True),
+    Fault("experts times ep", EP, _times_ep(2.0), "gradients of experts"),
+    Fault("forget to reduce routers", EP, ROUTERS, ROUTER, quick=True),
+    Fault("average norms", EP, norm_of(mean_of_norms), "sgd grad_norm"),
+    Fault("count twice", EP, _counts(FIRST_TWICE), "balance"),
+    Fault("halve counts", EP, _counts(0.5), "counts"),
+    Fault("terms times micro-batches", EP, _terms(3), ROUTER, quick=True),
+    Fault("terms times micro-batches: dense", EP, _terms(3), "gradients of dense"),
+    Fault("terms without gradient", EP, _terms(0), ROUTER),
+    Fault("rows of slices", "moe-cp2-ring fp64", OWN_COUNTS, ROUTER),
 ]

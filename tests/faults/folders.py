@@ -10,8 +10,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["by_rank_0", "shared_folder"]
-
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
@@ -19,8 +17,10 @@ def shared_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as folder:
         names = [folder]
         dist.broadcast_object_list(names)
-        yield Path(names[0])
-        dist.barrier()
+        try:
+            yield Path(names[0])
+        finally:
+            dist.barrier()
 
 
 def by_rank_0(function: Callable[..., Any], *args: Any) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn.functional as F
 from faults.planting import function
 from faults.table import Check, Fault, judge_numbers
 from run.test_on_policy import build, differing, packed, padded, prompts_of
-
-__all__ = ["CHECKS", "FAULTS"]
 
 
 def _sampled(_rank: int, _world: int) -> dict[str, float]:
@@ -15,39 +15,35 @@ def _sampled(_rank: int, _world: int) -> dict[str, float]:
     model, prompts, differ = build(), prompts_of(6), {"padded": 0.0, "packed": 0.0}
     for rows in (prompts[:1], prompts[1:]):
         _, counts = differing(model, rows, (padded, packed), max_new_tokens=20)
-        differ = {
-            n: before + count for (n, before), count in zip(differ.items(), counts, strict=True)
-        }
+        for name, count in zip(differ, counts, strict=True):
+            differ[name] += count
     return differ
 
 
 CHECKS = {"sampled log-probabilities": Check(measure=_sampled, world=1, judge=judge_numbers)}
+
+
+def _attended_at_once(_: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def _running_on(_: Any, doc_ids: Any) -> Any:
+    return (doc_ids * 0 + 1).cumsum(1) - 1
+
+
+def _warmer(original: Any, logits: Any, temperature: float = 1.0) -> Any:
+    return original(logits, temperature**2)
+
+
+WHOLE = function("by_tile", lambda _, compute, x, *read: compute(x))
+CACHE, ON = (
+    function("attend_cached", _attended_at_once),
+    function("restarting_positions", _running_on),
+)
+WARM = function("log_probs_of", _warmer)
 FAULTS = [
-    Fault(name, *CHECKS, function(planted, by), seen, least=2)
-    for name, planted, by, seen in (
-        (
-            "products of whole batches",
-            "by_tile",
-            lambda _, compute, x, *read: compute(x),
-            "padded",
-        ),
-        (
-            "a cache that is attended at once",
-            "attend_cached",
-            lambda _, q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask),
-            "padded",
-        ),
-        (
-            "positions that run through a packed row",
-            "restarting_positions",
-            lambda _, doc_ids: (doc_ids * 0 + 1).cumsum(1) - 1,
-            "packed",
-        ),
-        (
-            "log-probabilities at another temperature",
-            "log_probs_of",
-            lambda original, logits, temperature=1.0: original(logits, temperature**2),
-            "padded",
-        ),
-    )
+    Fault("products of whole batches", *CHECKS, WHOLE, "padded", least=2),
+    Fault("a cache that is attended at once", *CHECKS, CACHE, "padded", least=2),
+    Fault("positions that run through a packed row", *CHECKS, ON, "packed", least=2),
+    Fault("log-probabilities at another temperature", *CHECKS, WARM, "padded", least=2),
 ]

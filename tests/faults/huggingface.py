@@ -9,21 +9,20 @@ from typing import Any
 
 import torch
 from faults.folders import by_rank_0, shared_folder
-from faults.planting import value
-from faults.table import Check, Fault, judge_numbers
-from lab import SPEC
+from faults.planting import Plant, value
+from faults.table import Check, Fault, judge_numbers, saying
+from lab import SPEC, lay_out
 from safetensors.torch import load_file, save_file
 
 import forgekit as fk
-
-__all__ = ["CHECKS", "FAULTS"]
 
 BOUND = 1e-6
 """Of logits in float32; those of one process, of the very weights that were saved."""
 USER: dict[str, Any] = {"happens": lambda directory: None}
 
 
-def _open(rank: int, world: int) -> dict[str, float] | str:
+@saying
+def _open(rank: int, world: int) -> dict[str, float]:
     """Save a model, open it in another layout, and compare logits."""
     ids = torch.arange(12).view(2, 6) * 3 % SPEC.vocab_size
     model = _moved(fk.Transformer(SPEC, seed=3))
@@ -32,12 +31,8 @@ def _open(rank: int, world: int) -> dict[str, float] | str:
         directory = folder / "export"
         fk.save_huggingface(model, directory)
         by_rank_0(USER["happens"], directory)
-        try:
-            opened = fk.Transformer(fk.huggingface_spec(directory), seed=5)
-            mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
-            fk.load_huggingface(opened := fk.parallelize(opened, mesh), directory)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
+        opened = lay_out(fk.Transformer(fk.huggingface_spec(directory), seed=5)).model
+        fk.load_huggingface(opened, directory)
     error = (opened(ids).detach() - expected).abs().max() / expected.abs().max()
     return {"logits": float(error) / BOUND}
 
@@ -50,7 +45,7 @@ def _moved(model: Any) -> Any:
     return model
 
 
-def _to_weights(change: Callable[[dict[str, Any]], None]) -> Any:
+def _to_weights(change: Callable[[dict[str, Any]], None]) -> Plant:
     def happens(directory: Path) -> None:
         (path,) = directory.glob("*.safetensors")
         tensors = load_file(path)
@@ -60,7 +55,7 @@ def _to_weights(change: Callable[[dict[str, Any]], None]) -> Any:
     return value(USER, "happens", happens)
 
 
-def _to_config(change: Callable[[dict[str, Any]], Any]) -> Any:
+def _to_config(change: Callable[[dict[str, Any]], Any]) -> Plant:
     def happens(directory: Path) -> None:
         path = directory / "config.json"
         config = json.loads(path.read_text())
@@ -70,7 +65,11 @@ def _to_config(change: Callable[[dict[str, Any]], Any]) -> Any:
     return value(USER, "happens", happens)
 
 
-def _swap(first: str, second: str) -> Any:
+def _set(**changes: Any) -> Plant:
+    return _to_config(lambda config: config.update(changes))
+
+
+def _swap(first: str, second: str) -> Plant:
     def change(tensors: dict[str, Any]) -> None:
         pairs = [(name, name.replace(first, second)) for name in tensors if first in name]
         assert pairs
@@ -91,47 +90,28 @@ def _other_theta(config: dict[str, Any]) -> None:
             place["rope_theta"] = 77.0
 
 
+def _without(tensors: dict[str, Any]) -> None:
+    for name in [name for name in tensors if "1.mlp.up" in name]:
+        del tensors[name]
+
+
+def _shorter(tensors: dict[str, Any]) -> None:
+    tensors |= {n: t[:-1].clone() for n, t in tensors.items() if "1.mlp.up" in n}
+
+
 CHECKS = {"export": Check(measure=_open, judge=judge_numbers)}
+EXPORT, UP = "export", r"layers\.1\.(mlp\.up_proj|feed_forward\.up)"
+NORMS = _swap("input_layernorm", "post_attention_layernorm")
+REVERSED, OTHER_THETA = _to_weights(_reverse_heads), _to_config(_other_theta)
 FAULTS = [
-    Fault("layers swapped", "export", _swap(".layers.0.", ".layers.1."), "logits", quick=True),
-    Fault("gate and up swapped", "export", _swap("gate_proj", "up_proj"), "logits"),
-    Fault(
-        "norms swapped", "export", _swap("input_layernorm", "post_attention_layernorm"), "logits"
-    ),
-    Fault("rows of queries in another order", "export", _to_weights(_reverse_heads), "logits"),
-    Fault("another rope_theta", "export", _to_config(_other_theta), "logits"),
-    Fault(
-        "another epsilon of norms",
-        "export",
-        _to_config(lambda config: config.update(rms_norm_eps=0.1)),
-        "logits",
-    ),
-    Fault(
-        "tied by the configuration alone",
-        "export",
-        _to_config(lambda config: config.update(tie_word_embeddings=True)),
-        "lm_head|tie",
-    ),
-    Fault(
-        "a tensor that is gone",
-        "export",
-        _to_weights(lambda tensors: [tensors.pop(n) for n in [*tensors] if "1.mlp.up" in n]),
-        r"layers\.1\.(mlp\.up_proj|feed_forward\.up)",
-    ),
-    Fault(
-        "a tensor of another shape",
-        "export",
-        _to_weights(
-            lambda tensors: tensors.update(
-                {n: t[:-1].clone() for n, t in tensors.items() if "1.mlp.up" in n}
-            )
-        ),
-        r"layers\.1\.(mlp\.up_proj|feed_forward\.up)",
-    ),
-    Fault(
-        "one head more",
-        "export",
-        _to_config(lambda config: config.update(num_attention_heads=8)),
-        "head|shape",
-    ),
+    Fault("layers swapped", EXPORT, _swap(".layers.0.", ".layers.1."), "logits", quick=True),
+    Fault("gate and up swapped", EXPORT, _swap("gate_proj", "up_proj"), "logits"),
+    Fault("norms swapped", EXPORT, NORMS, "logits"),
+    Fault("rows of queries in another order", EXPORT, REVERSED, "logits"),
+    Fault("another rope_theta", EXPORT, OTHER_THETA, "logits"),
+    Fault("another epsilon of norms", EXPORT, _set(rms_norm_eps=0.1), "logits"),
+    Fault("tied by the configuration alone", EXPORT, _set(tie_word_embeddings=True), "lm_head|tie"),
+    Fault("a tensor that is gone", EXPORT, _to_weights(_without), UP),
+    Fault("a tensor of another shape", EXPORT, _to_weights(_shorter), UP),
+    Fault("one head more", EXPORT, _set(num_attention_heads=8), "head|shape"),
 ]

@@ -10,16 +10,13 @@ import adapted
 import torch
 from faults.folders import shared_folder
 from faults.planting import function, value
-from faults.table import Check, Fault, judge_numbers
-from lab import full, relative_error
+from faults.table import Check, Fault, judge_numbers, saying
+from lab import full_tensors, mean_gradients, relative_error
 
 import forgekit as fk
 
-__all__ = ["CHECKS", "FAULTS"]
-
 BOUND = 1e-12
 USER: dict[str, Any] = {
-    "model": lambda: adapted.move(adapted.build("dense")),
     "before": lambda model: model,
     "after_load": lambda model: None,
     "after_parallelize": lambda model: None,
@@ -27,23 +24,18 @@ USER: dict[str, Any] = {
 reference = cache(adapted.reference)
 
 
-def _find(rank: int, world: int) -> dict[str, Any] | str:
+@saying
+def _find(rank: int, world: int) -> dict[str, Any]:
     """Gradients and merged weights of a rank's model."""
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
-    try:
-        model = fk.parallelize(USER["before"](USER["model"]()), mesh)
-        USER["after_parallelize"](model)
-        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-        base = {
-            n: full(p).detach().clone() for n, p in model.named_parameters() if "lora_" not in n
-        }
-        mine = [row[rank] for row in adapted.batches_of(world)]
-        totals = fk.reduce_totals(fk.accumulate(state, mine, adapted.loss_fn), state)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    gradients = {n: full(g).clone() for n, g in fk.gradients(state, totals).items()}
+    model = fk.parallelize(USER["before"](adapted.move(adapted.build("dense"))), mesh)
+    USER["after_parallelize"](model)
+    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    mine = [row[rank] for row in adapted.batches_of(world)]
+    gradients = mean_gradients(state, mine, adapted.loss_fn)
+    gradients = {name: gradient.clone() for name, gradient in gradients.items()}
     fk.merge_lora(model)
-    merged = {n: full(p).detach().clone() for n, p in model.named_parameters() if n in base}
+    merged = {n: t for n, t in full_tensors(model).items() if "lora_" not in n}
     return {"gradients": gradients, "merged": merged}
 
 
@@ -55,15 +47,11 @@ def _judge(by_rank: Sequence[Any]) -> Any:
     expected = reference("dense", len(by_rank))
     errors = []
     for found in by_rank:
-        extra = found["gradients"].keys() - expected.keys()
-        gradients = {n: found["gradients"][n] for n in expected}
-        errors.append(
-            {
-                "gradients": relative_error(gradients, expected) / BOUND,
-                "merged": relative_error(found["merged"], merged) / BOUND,
-                "trained parameters of the base": float(len(extra) / BOUND),
-            }
-        )
+        gradients = found["gradients"]
+        extra = {"trained parameters of the base": len(gradients.keys() - expected.keys()) / BOUND}
+        gradient = relative_error({n: gradients[n] for n in expected}, expected) / BOUND
+        weights = relative_error(found["merged"], merged) / BOUND
+        errors.append({"gradients": gradient, "merged": weights, **extra})
     return judge_numbers(errors)
 
 
@@ -126,22 +114,12 @@ CHECKS = {
     "adapters": Check(measure=_find, judge=_judge),
     "dora": Check(measure=_read_into_dora, judge=judge_numbers),
 }
+NEUTRAL, TRAINS = value(USER, "before", _neutral_scale), value(USER, "before", _base_trains)
+TWICE, LATE = function("merge_lora", _merged_twice), value(USER, "after_parallelize", _add_late)
 FAULTS = [
-    Fault(
-        "a scale that is forgotten", "adapters", value(USER, "before", _neutral_scale), "gradients"
-    ),
-    Fault("merged twice", "adapters", function("merge_lora", _merged_twice), "merged", quick=True),
-    Fault(
-        "a base that trains",
-        "adapters",
-        value(USER, "before", _base_trains),
-        "trained parameters of the base",
-    ),
-    Fault(
-        "adapters after parallelize",
-        "adapters",
-        value(USER, "after_parallelize", _add_late),
-        "parallelize",
-    ),
+    Fault("a scale that is forgotten", "adapters", NEUTRAL, "gradients"),
+    Fault("merged twice", "adapters", TWICE, "merged", quick=True),
+    Fault("a base that trains", "adapters", TRAINS, "trained parameters of the base"),
+    Fault("adapters after parallelize", "adapters", LATE, "parallelize"),
     Fault("a stale magnitude", "dora", value(USER, "after_load", _stale), "logits", quick=True),
 ]

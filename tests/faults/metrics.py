@@ -10,13 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from faults.folders import shared_folder
-from faults.planting import function, value
+from faults.planting import result, value
 from faults.table import Check, Fault, judge_numbers
-from lab import SPEC, global_batch, reference_gradients
+from lab import SPEC, global_batch, lay_out, reference_gradients
 
 import forgekit as fk
-
-__all__ = ["CHECKS", "FAULTS"]
 
 STEPS, STOP, SAVED, BOUND = 5, 4, 2, 1e-9
 """A run of five steps is killed after four and goes on from a checkpoint after two."""
@@ -43,24 +41,17 @@ USER: dict[str, Any] = {
 }
 
 
-def _batches(step: int, world: int) -> list[list[Any]]:
-    return global_batch(world, seed=step)
-
-
 def _rows(rank: int, world: int) -> list[dict[str, Any]]:
     """What is on disk after both runs."""
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
     with shared_folder() as folder:
         for start, end in ((0, STOP), (SAVED, STEPS)):
-            model = fk.parallelize(fk.Transformer(SPEC).double(), mesh)
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-            state = fk.TrainState.create(model, optimizer, mesh=mesh)
+            state = lay_out(fk.Transformer(SPEC).double())
             state = fk.donate(state, step=start, samples=12 * start)
             step = fk.make_step(lambda *args: USER["loss"](*args), schedule=fk.constant(0.0))
             options = {"start_step": USER["start"](start), "is_writer": rank == 0}
             with fk.MetricsLog(folder, every=1, **options) as log:
                 for number in range(start, end):
-                    mine = [row[rank] for row in _batches(number, world)]
+                    mine = [row[rank] for row in global_batch(world, seed=number)]
                     state, metrics = step(state, mine)
                     USER["log"](log, state, metrics)
             dist.barrier()
@@ -69,7 +60,7 @@ def _rows(rank: int, world: int) -> list[dict[str, Any]]:
 
 @cache
 def _expected(step: int, world: int) -> dict[str, float]:
-    batches = _batches(step, world)
+    batches = global_batch(world, seed=step)
     _, loss = reference_gradients(fk.Transformer(SPEC), batches)
     labels = torch.cat([b["labels"][b["labels"] != -100] for row in batches for b in row]).double()
     return {"train/loss": float(loss), "train/label": float(labels.mean())}
@@ -88,40 +79,24 @@ def _judge(by_rank: Sequence[Any]) -> Any:
     return errors | {"steps": float(steps != [*range(1, STEPS + 1)]) / BOUND}
 
 
-def _mean_loss_of_rank(measure: Any, totals: Any, *args: Any, **options: Any) -> Any:
-    """The loss of a step is the mean over ranks of their own means."""
-    metrics = measure(totals, *args, **options)
+def _larger_loss(metrics: Any) -> Any:
     metrics["loss"] = metrics["loss"] * 1.01
     return metrics
 
 
+def _all_but_one(log: Any, state: fk.TrainState, metrics: Any) -> None:
+    if state.step != 4:
+        log(state, metrics)
+
+
 CHECKS = {"rows": Check(measure=_rows, judge=_judge)}
+LATE, FROM_ZERO = value(USER, "start", lambda step: step + 9), value(USER, "start", lambda _: 0)
+LARGER, LEFT_OUT = result("step_metrics", _larger_loss), value(USER, "log", _all_but_one)
+OF_RANK = value(USER, "loss", _mean_of_rank)
 FAULTS = [
-    Fault(
-        "a metric averaged on its rank", "rows", value(USER, "loss", _mean_of_rank), "train/label"
-    ),
-    Fault(
-        "another loss than is trained",
-        "rows",
-        function("step_metrics", _mean_loss_of_rank),
-        "train/loss",
-    ),
-    Fault(
-        "a resume that keeps rows",
-        "rows",
-        value(USER, "start", lambda step: step + 9),
-        "steps",
-        quick=True,
-    ),
-    Fault("a resume that drops rows", "rows", value(USER, "start", lambda _: 0), "steps"),
-    Fault(
-        "a row that is not written",
-        "rows",
-        value(
-            USER,
-            "log",
-            lambda log, state, metrics: None if state.step == 4 else log(state, metrics),
-        ),
-        "steps",
-    ),
+    Fault("a metric averaged on its rank", "rows", OF_RANK, "train/label"),
+    Fault("another loss than is trained", "rows", LARGER, "train/loss"),
+    Fault("a resume that keeps rows", "rows", LATE, "steps", quick=True),
+    Fault("a resume that drops rows", "rows", FROM_ZERO, "steps"),
+    Fault("a row that is not written", "rows", LEFT_OUT, "steps"),
 ]

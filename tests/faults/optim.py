@@ -9,11 +9,9 @@ from distributed import models
 from faults.planting import function, value
 from faults.table import Check, Fault, judge_numbers
 from faults.training import training
-from lab import SPEC, full, global_batch, logits_loss
+from lab import SPEC, full_tensors, global_batch, logits_loss
 
 import forgekit as fk
-
-__all__ = ["CHECKS", "FAULTS"]
 
 DECAY, BOUND = 0.7, 1e-12
 USER: dict[str, Any] = {"after_step": lambda state, before: state}
@@ -25,15 +23,15 @@ def _average(rank: int, world: int) -> dict[str, float]:
     model = fk.parallelize(fk.Transformer(SPEC).double(), mesh)
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh, average=fk.EMA(DECAY))
     step = fk.make_step(logits_loss, schedule=fk.constant(0.05))
-    expected = {n: full(p).detach().clone() for n, p in model.named_parameters()}
+    expected = full_tensors(model)
     for number in range(3):
         before = {n: v.clone() for n, v in state.average.values.items()}
         state, _ = step(state, [row[rank] for row in global_batch(world, seed=number)])
         state = USER["after_step"](state, before)
-        for name, parameter in state.model.named_parameters():
-            expected[name].lerp_(full(parameter).detach(), 1 - DECAY)
+        for name, weight in full_tensors(state.model).items():
+            expected[name].lerp_(weight, 1 - DECAY)
     with fk.averaged(state):
-        average = {n: full(p).detach().clone() for n, p in state.model.named_parameters()}
+        average = full_tensors(state.model)
     errors = [(average[n] - e).abs().max() / e.abs().max() for n, e in expected.items()]
     return {"average": float(max(errors)) / BOUND}
 
@@ -72,23 +70,17 @@ def _late(step: int, schedule: Any = models.SCHEDULES["adamw"]) -> float:
     return schedule(max(step - 1, 0))
 
 
-STEPS = 3
-NAME = "fsdp2 fp64 3 steps"
-CHECKS = training(["fsdp2"], "fp64", steps=STEPS) | {
-    "average": Check(measure=_average, judge=judge_numbers)
-}
+ADAMW, MOVED = "fsdp2 fp64 3 steps", "adamw moved"
+CHECKS = training(["fsdp2"], "fp64", steps=3)
+CHECKS["average"] = Check(measure=_average, judge=judge_numbers)
+LATE = value(models.SCHEDULES, "adamw", _late)
 FAULTS = [
-    Fault("no weight decay", NAME, _with_optimizer(weight_decay=0.0), "adamw moved"),
-    Fault("another beta", NAME, _with_optimizer(betas=(0.9, 0.99)), "adamw moved"),
-    Fault("another epsilon", NAME, _with_optimizer(eps=1e-8), "adamw moved"),
-    Fault("moments forgotten", NAME, function("update", _forget), "adamw moved"),
-    Fault("half of the rate", NAME, function("update", _half_rate), "adamw moved"),
-    Fault(
-        "a schedule that begins a step late",
-        NAME,
-        value(models.SCHEDULES, "adamw", _late),
-        "adamw moved",
-    ),
+    Fault("no weight decay", ADAMW, _with_optimizer(weight_decay=0.0), MOVED),
+    Fault("another beta", ADAMW, _with_optimizer(betas=(0.9, 0.99)), MOVED),
+    Fault("another epsilon", ADAMW, _with_optimizer(eps=1e-8), MOVED),
+    Fault("moments forgotten", ADAMW, function("update", _forget), MOVED),
+    Fault("half of the rate", ADAMW, function("update", _half_rate), MOVED),
+    Fault("a schedule that begins a step late", ADAMW, LATE, MOVED),
     Fault("a stale average", "average", value(USER, "after_step", _stale), "average", quick=True),
     Fault("an average in bfloat16", "average", value(USER, "after_step", _rounded), "average"),
 ]

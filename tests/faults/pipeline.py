@@ -5,19 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import verified
-from distributed import models
 from faults.absent import KINDS, Absent, train_in_stages
-from faults.planting import function, method, value
-from faults.steps import divided_by_micro_batches, local_square
+from faults.planting import method, result
+from faults.steps import divided_by_micro_batches, loss, norm_of, user_loss
 from faults.table import Check, Fault
 from faults.training import training
-from faults.user_code import USER, refusing
+from faults.user_code import part, refusing
 from torch.distributed.pipelining import schedules
 
 import forgekit as fk
-
-__all__ = ["CHECKS", "FAULTS"]
 
 
 def _scaled(build: Any, schedule: Any, *args: Any, **options: Any) -> None:
@@ -25,56 +21,32 @@ def _scaled(build: Any, schedule: Any, *args: Any, **options: Any) -> None:
     build(schedule, *args, **options | {"scale_grads": True})
 
 
-def _norm_of_own_stage(reduce: Any, totals: fk.Totals, state: fk.TrainState, **options: Any) -> Any:
-    """Everything added up over the ranks but the norm."""
-    return reduce(totals, state, **options).plus(grad_sq=local_square(state))
-
-
-def _one_more_loss(accumulate: Any, *args: Any, **options: Any) -> Any:
+def _one_more_loss(totals: fk.Totals) -> fk.Totals:
     """The loss of the call that finds shapes enters the sums."""
-    totals = accumulate(*args, **options)
     return totals.plus(loss=totals["loss"] * 1.5, targets=totals["targets"] * 1.5)
 
 
 CHECKS = training(["pp2-gpipe", "pp2-1f1b", "pp2-zbv"], "fp32") | refusing("pp")
 CHECKS["stages"] = Check(measure=train_in_stages, alone=True)
+STAGES = "pp2-1f1b fp32"
 SCALED = method(schedules._PipelineSchedule, "__init__", _scaled)
+OF_OWN_STAGE = norm_of(lambda square: square)
+ONE_MORE = result("accumulate", _one_more_loss)
+TERM = user_loss("a term over parameters")
 FAULTS = [
-    Fault("divide by micro-batches", "pp2-gpipe fp32", SCALED, seen="gradients", quick=True),
-    Fault("divide by micro-batches", "pp2-zbv fp32", SCALED, seen="gradients"),
-    *(
-        Fault(
-            f"clip per stage: {seen}",
-            "pp2-1f1b fp32",
-            function("reduce_totals", _norm_of_own_stage),
-            seen=seen,
-        )
-        for seen in ("sgd grad_norm", "sgd moved")
-    ),
-    Fault(
-        "divide by micro-batches",
-        "pp2-1f1b fp32",
-        value(models.LOSSES, "logits", divided_by_micro_batches),
-        seen="gradients",
-    ),
-    Fault(
-        "the rehearsal's loss counted",
-        "pp2-1f1b fp32",
-        function("accumulate", _one_more_loss),
-        seen="gradients",
-    ),
-    Fault(
-        "a term over parameters of other stages",
-        "user pp",
-        value(USER, "loss", partial(verified.loss_fn, "a term over parameters")),
-        seen="loss_fn reads a parameter of the model",
-    ),
+    Fault("divide by micro-batches", "pp2-gpipe fp32", SCALED, "gradients", quick=True),
+    Fault("divide by micro-batches", "pp2-zbv fp32", SCALED, "gradients"),
+    Fault("clip per stage: sgd grad_norm", STAGES, OF_OWN_STAGE, "sgd grad_norm"),
+    Fault("clip per stage: sgd moved", STAGES, OF_OWN_STAGE, "sgd moved"),
+    Fault("divide by micro-batches", STAGES, loss(divided_by_micro_batches), "gradients"),
+    Fault("the rehearsal's loss counted", STAGES, ONE_MORE, "gradients"),
+    Fault("a term over parameters of other stages", "user pp", TERM, "loss_fn reads a parameter"),
     *(
         Fault(
             f"{kind} of a part on another stage",
             "stages",
-            value(USER, "model", partial(Absent, kind)),
-            seen="[Ll]et the blocks take and return it",
+            part("model", partial(Absent, kind)),
+            "[Ll]et the blocks take and return it",
         )
         for kind in KINDS
     ),

@@ -13,8 +13,6 @@ from faults.table import Check, Fault
 
 import forgekit as fk
 
-__all__ = ["CHECKS", "FAULTS"]
-
 LOSS = plan_cells.loss_fn
 CELL = plan_cells.Cell(name="fsdp2", world=2, sizes={})
 
@@ -44,23 +42,10 @@ def _one_product_more(model: Any, batch: Any) -> fk.Loss:
 
 
 CHECKS = {"plan": Check(measure=_measure, judge=_compare)}
+LOSSES = (_one_collective_more, _one_product_more, plan_cells.logits_loss)
+SUM, PRODUCT, LOGITS = (value(plan_cells, "loss_fn", loss) for loss in LOSSES)
 FAULTS = [
-    Fault(
-        "a collective that no plan has",
-        "plan",
-        value(plan_cells, "loss_fn", _one_collective_more),
-        "collectives differ",
-    ),
-    Fault(
-        "a product that no plan has",
-        "plan",
-        value(plan_cells, "loss_fn", _one_product_more),
-        "^FLOPs differ",
-    ),
-    Fault(
-        "more is kept for the backward",
-        "plan",
-        value(plan_cells, "loss_fn", plan_cells.logits_loss),
-        "(activations|temporary) differ",
-    ),
+    Fault("a collective that no plan has", "plan", SUM, "collectives differ"),
+    Fault("a product that no plan has", "plan", PRODUCT, "^FLOPs differ"),
+    Fault("more is kept for the backward", "plan", LOGITS, "(activations|temporary) differ"),
 ]

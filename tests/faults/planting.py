@@ -18,8 +18,6 @@ import attrs
 
 import forgekit as fk
 
-__all__ = ["Count", "Plant", "both", "function", "method", "nothing", "value"]
-
 
 @attrs.define
 class Count:
@@ -28,19 +26,7 @@ class Count:
     calls: int = 0
 
 
-@attrs.frozen
-class Least:
-    """Of several plants the one that was called least."""
-
-    counts: list[Any]
-
-    @property
-    def calls(self) -> int:
-        """How often."""
-        return min(count.calls for count in self.counts)
-
-
-Plant = Callable[[], AbstractContextManager[Any]]
+Plant = Callable[[], AbstractContextManager[Count]]
 
 
 @contextmanager
@@ -83,6 +69,11 @@ def function(name: str, by: Callable[..., Any]) -> Plant:
     return plant
 
 
+def result(name: str, change: Callable[[Any], Any]) -> Plant:
+    """Change what forgekit's function ``name`` returns, wherever it is called."""
+    return function(name, lambda original, *args, **options: change(original(*args, **options)))
+
+
 def method(owner: Any, name: str, by: Callable[..., Any]) -> Plant:
     """Call ``by(original, *args, **options)`` in place of a function of a class or module."""
 
@@ -103,21 +94,24 @@ def value(owner: Any, name: str, by: Any) -> Plant:
     def plant() -> Iterator[Count]:
         if isinstance(owner, dict):
             assert name in owner
-            with mock.patch.dict(owner, {name: by}):
-                yield Count(1)
+            patch: Any = mock.patch.dict(owner, {name: by})
         else:
-            with mock.patch.object(owner, name, by):
-                yield Count(1)
+            patch = mock.patch.object(owner, name, by)
+        with patch:
+            yield Count(1)
 
     return plant
 
 
 def both(*plants: Plant) -> Plant:
-    """Several at once, each of which is called."""
+    """Several at once, each of which has to be called."""
 
     @contextmanager
-    def plant() -> Iterator[Least]:
+    def plant() -> Iterator[Count]:
+        least = Count()
         with ExitStack() as stack:
-            yield Least([stack.enter_context(plant()) for plant in plants])
+            counts = [stack.enter_context(plant()) for plant in plants]
+            yield least
+        least.calls = min(count.calls for count in counts)
 
     return plant

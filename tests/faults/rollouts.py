@@ -8,9 +8,9 @@ import attrs
 import torch
 from fakeredis import FakeRedis, FakeServer
 from faults.folders import shared_folder
-from faults.planting import method, value
+from faults.planting import Plant, method, value
 from faults.table import Check, Fault
-from lab import SPEC, global_batch, head_loss
+from lab import SPEC, alone, global_batch, head_loss
 from rollouts.answers import message
 from rollouts.lives import train
 
@@ -18,8 +18,6 @@ import forgekit as fk
 from forgekit.rollouts import weights
 from forgekit.rollouts.sources import RedisSource
 from forgekit.rollouts.stream import RolloutStream
-
-__all__ = ["CHECKS", "FAULTS"]
 
 TOTAL = 8
 UNTIED = attrs.evolve(SPEC, tied=False)
@@ -57,14 +55,7 @@ def _lives(rank: int, world: int) -> str:
 
 def _published(rank: int, world: int) -> str:
     """A generator of other values reads what a trainer publishes after a step."""
-
-    def build(seed: int) -> fk.Transformer:
-        model = fk.Transformer(UNTIED)
-        fk.init_weights(model, seed=seed)
-        return model
-
-    model, generator = build(0), build(1)
-    state = fk.TrainState.create(model, fk.adamw(model))
+    state, generator = alone(fk.Transformer(UNTIED)), fk.Transformer(UNTIED, seed=1)
     step = fk.make_step(head_loss, schedule=fk.constant(0.02))
     state, _ = step(state, [row[0] for row in global_batch(1)])
     with shared_folder() as folder:
@@ -93,12 +84,13 @@ def _forget_bad_step(judge: Any, self: Any) -> None:
 def _publish_old(state: Any, folder: Any, version: int) -> None:
     """The optimizer's step goes elsewhere: what is gathered is a copy from before it."""
     old = fk.Transformer(UNTIED)
-    fk.init_weights(old, seed=0)
     with method(weights, "named_tensors", lambda named, _: named(old))():
         fk.publish_weights(state, folder, version)
 
 
-def _without(keep: Any) -> Any:
+def _published_of(keep: Any) -> Plant:
+    """Some tensors alone."""
+
     def publish(state: Any, folder: Any, version: int) -> None:
         def some(named: Any, model: Any) -> Any:
             tensors = named(model)
@@ -107,66 +99,41 @@ def _without(keep: Any) -> Any:
         with method(weights, "named_tensors", some)():
             fk.publish_weights(state, folder, version)
 
-    return publish
+    return value(USER, "publish", publish)
+
+
+def _commit_early(commit: Any, self: Any, state: Any, **_: Any) -> Any:
+    return commit(self, state)
+
+
+def _load_untrained(load: Any, self: Any, state: Any) -> Any:
+    return load(self, {**state, "trained": []})
+
+
+def _put_without_key(put: Any, self: Any, content: Any, **_: Any) -> Any:
+    return put(self, content)
 
 
 CHECKS = {
     "lives of a trainer": Check(measure=_lives, world=1),
     "published weights": Check(measure=_published, world=1),
 }
+LIVES, PUBLISHED = CHECKS
+AT_ONCE = method(RedisSource, "read", _acknowledge_at_once)
+EARLY = method(RolloutStream, "commit", _commit_early)
+UNTRAINED = method(RolloutStream, "load_state_dict", _load_untrained)
+KEPT = method(RolloutStream, "_judge", _forget_bad_step)
+REPEATED = method(RedisSource, "put", _put_without_key)
+OLD = value(USER, "publish", _publish_old)
+HALF = _published_of(lambda number, _: number % 2)
+HEADLESS = _published_of(lambda _, name: name != "output.weight")
 FAULTS = [
-    Fault(
-        "acknowledged as it is read",
-        "lives of a trainer",
-        method(RedisSource, "read", _acknowledge_at_once),
-        "lost",
-        quick=True,
-    ),
-    Fault(
-        "acknowledged before the save",
-        "lives of a trainer",
-        method(RolloutStream, "commit", lambda commit, self, state, **_: commit(self, state)),
-        "lost",
-    ),
-    Fault(
-        "a loaded state that acknowledges nothing",
-        "lives of a trainer",
-        method(
-            RolloutStream,
-            "load_state_dict",
-            lambda load, self, state: load(self, {**state, "trained": []}),
-        ),
-        "twice",
-    ),
-    Fault(
-        "a bad step that keeps its rollouts",
-        "lives of a trainer",
-        method(RolloutStream, "_judge", _forget_bad_step),
-        "lost",
-    ),
-    Fault(
-        "a generator's repetition is another sample",
-        "lives of a trainer",
-        method(RedisSource, "put", lambda put, self, content, **_: put(self, content)),
-        "twice",
-    ),
-    Fault(
-        "old weights under a new version",
-        "published weights",
-        value(USER, "publish", _publish_old),
-        "nats apart on the probe",
-        quick=True,
-    ),
-    Fault(
-        "half the tensors",
-        "published weights",
-        value(USER, "publish", _without(lambda number, _: number % 2)),
-        "is of another model",
-    ),
-    Fault(
-        "a lost head",
-        "published weights",
-        value(USER, "publish", _without(lambda _, name: name != "output.weight")),
-        r"has \['output.weight'\] besides",
-    ),
+    Fault("acknowledged as it is read", LIVES, AT_ONCE, "lost", quick=True),
+    Fault("acknowledged before the save", LIVES, EARLY, "lost"),
+    Fault("a loaded state that acknowledges nothing", LIVES, UNTRAINED, "twice"),
+    Fault("a bad step that keeps its rollouts", LIVES, KEPT, "lost"),
+    Fault("a generator's repetition is another sample", LIVES, REPEATED, "twice"),
+    Fault("old weights under a new version", PUBLISHED, OLD, "apart on the probe", quick=True),
+    Fault("half the tensors", PUBLISHED, HALF, "is of another model"),
+    Fault("a lost head", PUBLISHED, HEADLESS, r"has \['output.weight'\] besides"),
 ]

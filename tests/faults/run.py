@@ -8,15 +8,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from faults.planting import value
-from faults.table import Check, Fault
-from lab import SPEC, global_batch, logits_loss
+from faults.table import Check, Fault, saying
+from lab import SPEC, global_batch, lay_out, logits_loss
 
 import forgekit as fk
-
-__all__ = ["CHECKS", "FAULTS"]
 
 LATE_S, TIMEOUT_S = 8, 2.0
 USER: dict[str, Any] = {
@@ -40,19 +37,15 @@ def _watched(rank: int, world: int, folder: Path) -> str:
         dist.destroy_process_group()
 
 
+@saying
 def _train(rank: int, world: int, folder: Path) -> str:
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
-    model = fk.parallelize(fk.Transformer(SPEC), mesh)
-    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
+    state = lay_out(fk.Transformer(SPEC))
     step = fk.make_step(logits_loss, schedule=fk.constant(0.1))
-    try:
-        with fk.Health(folder, mesh, every=1, timeout_s=TIMEOUT_S) as health:
-            for number in range(3):
-                USER["before"](rank, number)
-                state, _ = step(state, [row[rank] for row in global_batch(world)])
-                health(state)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    with fk.Health(folder, state.mesh, every=1, timeout_s=TIMEOUT_S) as health:
+        for number in range(3):
+            USER["before"](rank, number)
+            state, _ = step(state, [row[rank] for row in global_batch(world)])
+            health(state)
     return ""
 
 
@@ -72,19 +65,14 @@ def _broken(rank: int, step: int) -> None:
         raise KeyError("a broken row")
 
 
+@saying
 def _ending(rank: int, world: int) -> str:
     """Data that end on rank 1 a step earlier; all ranks take the same steps."""
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
-    model = fk.parallelize(fk.Transformer(SPEC), mesh)
-    state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
-    end = fk.run.DataEnd("pad")
+    state, end = lay_out(fk.Transformer(SPEC)), fk.run.DataEnd("pad")
     step = fk.make_step(logits_loss, schedule=fk.constant(0.1), end=USER["step_end"](end))
     stream = [row[rank] for row in global_batch(world)[: 2 + (rank == 0)]]
-    try:
-        for batches in fk.groups(iter(stream), 1, end=USER["groups_end"](end)):
-            state, _ = step(state, batches)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    for batches in fk.groups(iter(stream), 1, end=USER["groups_end"](end)):
+        state, _ = step(state, batches)
     return "" if state.step == 3 else f"{state.step} steps"
 
 
@@ -92,23 +80,11 @@ CHECKS = {
     "watched": Check(measure=_watched, judge=_waiting, alone=True, breaks=True),
     "ending": Check(measure=_ending, alone=True),
 }
+LATE, BROKEN = value(USER, "before", _late), value(USER, "before", _broken)
+UNKNOWN = value(USER, "groups_end", lambda end: None)
+FAILED = "^HangError.*rank 1 failed: KeyError: 'a broken row'"
 FAULTS = [
-    Fault(
-        "a rank that hangs",
-        "watched",
-        value(USER, "before", _late),
-        r"^HangError.*rank 1 is at run\.py:\d+ in _late",
-    ),
-    Fault(
-        "a rank that fails",
-        "watched",
-        value(USER, "before", _broken),
-        "^HangError.*rank 1 failed: KeyError: 'a broken row'",
-    ),
-    Fault(
-        "an end that groups does not know",
-        "ending",
-        value(USER, "groups_end", lambda end: None),
-        "end= was passed to make_step but not to groups",
-    ),
+    Fault("a rank that hangs", "watched", LATE, r"^HangError.*rank 1 is at run\.py:\d+ in _late"),
+    Fault("a rank that fails", "watched", BROKEN, FAILED),
+    Fault("an end that groups does not know", "ending", UNKNOWN, "to make_step but not to groups"),
 ]

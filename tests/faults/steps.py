@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -10,15 +11,14 @@ import torch
 import torch.distributed as dist
 import verified
 from distributed import models
-from faults.planting import both, function, method, value
+from faults.planting import Plant, both, function, method, result, value
 from faults.table import Fault
 from faults.training import training
-from faults.user_code import USER, on_rank_1, own_model, refusing
+from faults.user_code import on_rank_1, own_model, part, refusing
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import forgekit as fk
-
-__all__ = ["CHECKS", "FAULTS", "divided_by_micro_batches", "local_square"]
 
 
 def divided_by_micro_batches(model: Any, batch: Any) -> fk.Loss:
@@ -50,43 +50,29 @@ def _mean_over_ranks(reduce: Any, tensor: Any, *args: Any, **options: Any) -> An
     return work
 
 
-def local_square(state: fk.TrainState) -> torch.Tensor:
-    """The squared norm of what a rank holds of the gradient, whoever else holds it too."""
-    gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-    return torch.stack([g.double().square().sum() for g in local]).sum()
+def norm_of(combine: Callable[[Tensor], Tensor]) -> Plant:
+    """Another norm: of the squares of what a rank holds of the gradient, whoever else holds it."""
+
+    def reduced(reduce: Any, totals: fk.Totals, state: fk.TrainState, **options: Any) -> Any:
+        gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+        square = torch.stack([g.double().square().sum() for g in local]).sum()
+        return reduce(totals, state, **options).plus(grad_sq=combine(square))
+
+    return function("reduce_totals", reduced)
 
 
-def _mean_of_norms(reduce: Any, totals: fk.Totals, state: fk.TrainState, **options: Any) -> Any:
-    """The mean of the ranks' own norms in place of the norm of all."""
-    norm = local_square(state).sqrt()
-    dist.all_reduce(norm)
-    square = (norm / dist.get_world_size()).square()
-    return reduce(totals, state, **options).plus(grad_sq=square)
-
-
-def _replicas_in_norm(reduce: Any, totals: fk.Totals, state: fk.TrainState, **options: Any) -> Any:
-    """Each rank adds what it holds, so that replicas count as often as there are ranks."""
-    square = local_square(state)
+def summed(square: Tensor) -> Tensor:
+    """Replicas count as often as there are ranks."""
     dist.all_reduce(square)
-    return reduce(totals, state, **options).plus(grad_sq=square)
+    return square
 
 
-def _without_last_metric(reduce: Any, totals: fk.Totals, *args: Any, **options: Any) -> Any:
-    """Half of the targets: those of one rank."""
-    totals = reduce(totals, *args, **options)
-    return totals.plus(targets=totals["targets"] / 2)
+def mean_of_norms(square: Tensor) -> Tensor:
+    return (summed(square.sqrt()) / dist.get_world_size()).square()
 
 
-def _first_loss_twice(
-    accumulate: Any, state: fk.TrainState, batches: Any, loss_fn: Any, **options: Any
-) -> Any:
-    """The loss of one more call, such as one that only finds shapes, enters the sums."""
-    totals = accumulate(state, batches, loss_fn, **options)
-    return totals.plus(targets=totals["targets"] + 7, loss=totals["loss"] + 7)
-
-
-def _without_factor(update: Any, state: fk.TrainState, correction: Any, **options: Any) -> Any:
+def _no_factor(update: Any, state: fk.TrainState, correction: Any, **options: Any) -> Any:
     """Gradients are neither normalised nor clipped."""
     ones = torch.ones_like(correction.factor)
     return update(state, correction._replace(factor=ones), **options)
@@ -95,7 +81,7 @@ def _without_factor(update: Any, state: fk.TrainState, correction: Any, **option
 class Skipping(verified.Model):
     """Rank 1 leaves a block out, as ranks do that draw blocks for themselves."""
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
         for number, layer in enumerate(self.layers):
             x = x if number == 2 and dist.get_rank() == 1 else layer(x)
@@ -126,156 +112,66 @@ def _fewer_rows(mesh: Any, step: int) -> list[Any]:
     return [*batches[:-1], batches[-1][:1]] if step else batches
 
 
+def _a_step_further(state: fk.TrainState) -> fk.TrainState:
+    return fk.donate(state, step=state.step + 1)
+
+
+def _half_of_targets(totals: fk.Totals) -> fk.Totals:
+    return totals.plus(targets=totals["targets"] / 2)
+
+
+def _one_loss_more(totals: fk.Totals) -> fk.Totals:
+    """That of one more call, such as one that only finds shapes."""
+    return totals.plus(targets=totals["targets"] + 7, loss=totals["loss"] + 7)
+
+
+def loss(by: Callable[..., fk.Loss]) -> Plant:
+    """Another loss of the cells."""
+    return value(models.LOSSES, "logits", by)
+
+
+def user_loss(kind: str) -> Plant:
+    """A loss with one of the mistakes that ``verify`` knows."""
+    return part("loss", partial(verified.loss_fn, kind))
+
+
 CHECKS = (
     training(["fsdp2", "ddp2", "hsdp2x2"], "fp32")
     | training(["fsdp2"], "bf16")
     | refusing("dp_shard", "dp_replicate")
 )
+FSDP, USERS = "fsdp2 fp32", "user dp_shard"
+DIVIDED = loss(divided_by_micro_batches)
+REPLICAS = norm_of(summed)
+AVERAGED = method(dist, "all_reduce", _mean_over_ranks)
+OPAQUE = both(part("model", verified.Opaque), user_loss("opaque"))
+SKIPPING = part("model", partial(Skipping, "right"))
+EARLY = both(own_model(partial(verified.Model, "right")), user_loss("weight read before the call"))
+COUNTS, ONE_MORE = part("loss", _counts_with_gradient), on_rank_1("loss", _one_metric_more)
+NAN, FEWER = on_rank_1("loss", _gradient_of_nan), on_rank_1("batches", _fewer_rows)
+AHEAD = on_rank_1("before_step", _a_step_further)
+NO_MESH = part("state_mesh", lambda mesh: None)
 FAULTS = [
-    Fault(
-        "divide by micro-batches",
-        "fsdp2 fp32",
-        value(models.LOSSES, "logits", divided_by_micro_batches),
-        seen="gradients",
-        quick=True,
-    ),
-    Fault(
-        "mean of each micro-batch",
-        "fsdp2 fp32",
-        value(models.LOSSES, "logits", _mean_of_micro_batch),
-        seen="gradients",
-    ),
-    Fault(
-        "labels shifted twice",
-        "fsdp2 fp32",
-        value(models.LOSSES, "logits", _shifted_twice),
-        seen="gradients",
-        quick=True,
-    ),
-    Fault(
-        "padding counted",
-        "fsdp2 fp32",
-        value(models.LOSSES, "logits", _padding_counted),
-        seen="gradients",
-    ),
-    Fault(
-        "sums averaged over ranks",
-        "fsdp2 fp32",
-        method(dist, "all_reduce", _mean_over_ranks),
-        seen="gradients",
-        quick=True,
-    ),
-    Fault(
-        "half of the targets",
-        "fsdp2 fp32",
-        function("reduce_totals", _without_last_metric),
-        seen="gradients",
-    ),
-    Fault(
-        "a loss counted once more",
-        "fsdp2 fp32",
-        function("accumulate", _first_loss_twice),
-        seen="sgd loss",
-    ),
-    Fault(
-        "the factor forgotten",
-        "fsdp2 fp32",
-        function("update", _without_factor),
-        seen="sgd moved",
-        quick=True,
-    ),
-    Fault(
-        "average norms",
-        "fsdp2 fp32",
-        function("reduce_totals", _mean_of_norms),
-        seen="sgd grad_norm",
-    ),
-    Fault(
-        "replicas in the norm",
-        "ddp2 fp32",
-        function("reduce_totals", _replicas_in_norm),
-        seen="sgd grad_norm",
-        quick=True,
-    ),
-    Fault(
-        "replicas in the norm",
-        "hsdp2x2 fp32",
-        function("reduce_totals", _replicas_in_norm),
-        seen="sgd moved",
-    ),
+    Fault("divide by micro-batches", FSDP, DIVIDED, "gradients", quick=True),
+    Fault("mean of each micro-batch", FSDP, loss(_mean_of_micro_batch), "gradients"),
+    Fault("labels shifted twice", FSDP, loss(_shifted_twice), "gradients", quick=True),
+    Fault("padding counted", FSDP, loss(_padding_counted), "gradients"),
+    Fault("sums averaged over ranks", FSDP, AVERAGED, "gradients", quick=True),
+    Fault("half of the targets", FSDP, result("reduce_totals", _half_of_targets), "gradients"),
+    Fault("a loss counted once more", FSDP, result("accumulate", _one_loss_more), "sgd loss"),
+    Fault("the factor forgotten", FSDP, function("update", _no_factor), "sgd moved", quick=True),
+    Fault("average norms", FSDP, norm_of(mean_of_norms), "sgd grad_norm"),
+    Fault("replicas in the norm", "ddp2 fp32", REPLICAS, "sgd grad_norm", quick=True),
+    Fault("replicas in the norm", "hsdp2x2 fp32", REPLICAS, "sgd moved"),
     # In bfloat16 a factor of two stands out.
-    Fault(
-        "divide by micro-batches",
-        "fsdp2 bf16",
-        value(models.LOSSES, "logits", divided_by_micro_batches),
-        seen="gradients",
-        least=10,
-    ),
-    Fault(
-        "outputs that FSDP cannot look into",
-        "user dp_shard",
-        both(
-            value(USER, "model", verified.Opaque),
-            value(USER, "loss", partial(verified.loss_fn, "opaque")),
-        ),
-        seen="UnreducedError: ",
-        quick=True,
-    ),
-    Fault(
-        "blocks that ranks skip apart",
-        "user dp_shard",
-        value(USER, "model", partial(Skipping, "right")),
-        seen="ranks run different modules: rank 0 is at layers.2 and rank 1 at layers.3",
-    ),
-    Fault(
-        "a weight read before the call",
-        "user dp_shard",
-        both(
-            own_model("right"),
-            value(USER, "loss", partial(verified.loss_fn, "weight read before the call")),
-        ),
-        seen="weight is a DTensor over .* read it inside forward",
-    ),
-    Fault(
-        "another metric on rank 1",
-        "user dp_shard",
-        value(USER, "loss", on_rank_1(_one_metric_more, "loss")),
-        seen="rank 1 reports other sums than rank 0",
-    ),
-    Fault(
-        "a count that carries a gradient",
-        "user dp_shard",
-        value(USER, "loss", _counts_with_gradient),
-        seen="a count that carries a gradient",
-    ),
-    Fault(
-        "NaN gradient with a finite loss",
-        "user dp_shard",
-        value(USER, "loss", on_rank_1(_gradient_of_nan, "loss")),
-        seen="a step was skipped",
-        quick=True,
-    ),
-    Fault(
-        "fewer rows on rank 1 in a later step",
-        "user dp_shard",
-        value(USER, "batches", on_rank_1(_fewer_rows, "batches")),
-        seen="a step was skipped",
-        quick=True,
-    ),
-    Fault(
-        "another step on rank 1",
-        "user dp_shard",
-        value(
-            USER,
-            "before_step",
-            on_rank_1(lambda state: fk.donate(state, step=state.step + 1), "before_step"),
-        ),
-        seen="ranks differ in step: 0 on rank 0, 1 on rank 1",
-    ),
-    Fault(
-        "a forgotten mesh",
-        "user dp_replicate",
-        value(USER, "state_mesh", lambda mesh: None),
-        seen="there are 2 ranks and the state got no mesh",
-    ),
+    Fault("divide by micro-batches", "fsdp2 bf16", DIVIDED, "gradients", least=10),
+    Fault("outputs that FSDP cannot look into", USERS, OPAQUE, "UnreducedError: ", quick=True),
+    Fault("blocks that ranks skip apart", USERS, SKIPPING, "is at layers.2 and rank 1 at layers.3"),
+    Fault("a weight read before the call", USERS, EARLY, "is a DTensor .* read it inside forward"),
+    Fault("another metric on rank 1", USERS, ONE_MORE, "rank 1 reports other sums than rank 0"),
+    Fault("a count that carries a gradient", USERS, COUNTS, "a count that carries a gradient"),
+    Fault("NaN gradient with a finite loss", USERS, NAN, "a step was skipped", quick=True),
+    Fault("fewer rows on rank 1 in a later step", USERS, FEWER, "a step was skipped", quick=True),
+    Fault("another step on rank 1", USERS, AHEAD, "ranks differ in step: 0 on rank 0, 1 on rank 1"),
+    Fault("a forgotten mesh", "user dp_replicate", NO_MESH, "2 ranks and the state got no mesh"),
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import Any
 
@@ -18,38 +18,26 @@ import attrs
 from faults.planting import Plant, nothing
 from pool import RankError, run_ranks
 
-__all__ = [
-    "FAR",
-    "Check",
-    "Fault",
-    "Seen",
-    "all_checks",
-    "all_faults",
-    "judge_numbers",
-    "judge_sentences",
-    "run",
-]
-
 FAR = 1000
 """How many times over its bound a numerical error has to be."""
 ROOMS = (
-    "steps",
-    "parallel",
-    "pipeline",
-    "experts",
-    "data",
-    "checkpoints",
-    "huggingface",
-    "lora",
-    "optim",
-    "generation",
-    "rollouts",
-    "metrics",
-    "run",
-    "plan",
-    "verify",
+    *("steps", "parallel", "pipeline", "experts", "data", "checkpoints", "huggingface", "lora"),
+    *("optim", "generation", "rollouts", "metrics", "run", "plan", "verify"),
 )
 Seen = dict[str, float] | str
+
+
+def saying(measure: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a measurement return what it raises, as a sentence."""
+
+    @wraps(measure)
+    def measured(*args: Any) -> Any:
+        try:
+            return measure(*args)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    return measured
 
 
 def judge_sentences(by_rank: Sequence[str]) -> str:

@@ -11,8 +11,6 @@ from distributed.compare import check, errors
 from distributed.matrix import LAYOUTS, ROUTED, Cell
 from faults.table import Check
 
-__all__ = ["cell_of", "training"]
-
 
 def cell_of(layout: str, dtype: str, steps: int = 1) -> Cell:
     """Ragged targets and the larger number of micro-batches: nothing neutral."""

@@ -14,12 +14,10 @@ import torch
 import torch.distributed as dist
 import verified
 from faults.planting import Plant, both, value
-from faults.table import Check
+from faults.table import Check, saying
 from lab import SPEC
 
 import forgekit as fk
-
-__all__ = ["USER", "on_rank_1", "own_model", "own_plan", "refusing", "train"]
 
 USER: dict[str, Any] = {
     "model": lambda: fk.Transformer(attrs.evolve(SPEC, vocab_size=verified.VOCAB)),
@@ -34,35 +32,31 @@ USER: dict[str, Any] = {
 """What a user passes; tests replace one at a time, in the process of a rank."""
 
 
-def own_model(kind: str) -> Plant:
-    """A model of the user's own, with a plan."""
-    model, plan = value(USER, "model", partial(verified.Model, kind)), value(USER, "plan", own_plan)
-    return both(model, plan)
+def part(name: str, by: Any) -> Plant:
+    """Another part of the table."""
+    return value(USER, name, by)
 
 
-def own_plan() -> dict[str, str]:
-    """How ranks share it."""
-    return verified.PLAN
-
-
-def on_rank_1(wrong: Callable[..., Any], right: str) -> Callable[..., Any]:
+def on_rank_1(name: str, by: Callable[..., Any]) -> Plant:
     """A part that is another one on rank 1 alone."""
-    usual = USER[right]
-
-    def part(*args: Any) -> Any:
-        return wrong(*args) if dist.get_rank() == 1 else usual(*args)
-
-    return part
+    usual = USER[name]
+    return part(name, lambda *args: (by if dist.get_rank() == 1 else usual)(*args))
 
 
-def train(sizes: dict[str, int], steps: int = 2) -> fk.TrainState:
-    """Take steps with the parts of the table."""
+def own_model(model: Callable[[], Any], plan: Callable[[], Any] = lambda: verified.PLAN) -> Plant:
+    """A model of the user's own, with a plan of how ranks share it."""
+    return both(part("model", model), part("plan", plan))
+
+
+def train(sizes: dict[str, int], steps: int = 2, dtype: Any = torch.float32, **options: Any) -> Any:
+    """Take steps with the parts of the table; the state after them."""
+    torch.manual_seed(0)
     mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **sizes}), device="cpu")
-    model = USER["model"]()
+    model = USER["model"]().to(dtype)
     if USER["state_mesh"](mesh) is not None:  # a mesh that was forgotten
         model = fk.parallelize(model, mesh, plan=USER["plan"](), **USER["options"]())
     state = fk.TrainState.create(model, USER["optimizer"](model), mesh=USER["state_mesh"](mesh))
-    step = fk.make_step(lambda *args: USER["loss"](*args), schedule=fk.constant(0.1))
+    step = fk.make_step(lambda *args: USER["loss"](*args), schedule=fk.constant(0.1), **options)
     for number in range(steps):
         state = USER["before_step"](state)
         state, metrics = step(state, USER["batches"](mesh, number))
@@ -70,12 +64,9 @@ def train(sizes: dict[str, int], steps: int = 2) -> fk.TrainState:
     return state
 
 
+@saying
 def _refuse(sizes: dict[str, int], rank: int, world: int) -> str:
-    torch.manual_seed(0)
-    try:
-        train(sizes)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
+    train(sizes)
     return ""
 
 

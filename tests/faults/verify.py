@@ -6,12 +6,10 @@ from functools import partial
 from typing import Any
 
 import verified
-from faults.planting import value
+from faults.planting import Plant, value
 from faults.table import Check, Fault
 
 import forgekit as fk
-
-__all__ = ["CHECKS", "FAULTS"]
 
 USER: dict[str, Any] = {"build": partial(verified.build, "right", ())}
 
@@ -22,35 +20,19 @@ def _verify(rank: int, world: int) -> str:
 
 
 CHECKS = {"verify": Check(measure=_verify, world=1, alone=True)}
+
+
+def _built(kind: str) -> Plant:
+    return value(USER, "build", partial(verified.build, kind, ()))
+
+
+DIES, RAISES = value(USER, "build", verified.dies), value(USER, "build", verified.raises)
+MEAN, OPAQUE = _built("a mean per micro-batch"), _built("opaque")
+ON_RANK_1 = "rank 1 of 2 raised RuntimeError: the disk of rank 1 is full"
 FAULTS = [
-    Fault(
-        "a mean per micro-batch",
-        "verify",
-        value(USER, "build", partial(verified.build, "a mean per micro-batch", ())),
-        "different: micro-batches break",
-    ),
-    Fault(
-        "outputs that FSDP cannot look into",
-        "verify",
-        value(USER, "build", partial(verified.build, "opaque", ())),
-        "UnreducedError",
-    ),
-    Fault(
-        "a forgotten mesh",
-        "verify",
-        value(USER, "build", partial(verified.build, "a forgotten mesh", ())),
-        "the state got no mesh",
-    ),
-    Fault(
-        "a rank that dies",
-        "verify",
-        value(USER, "build", verified.dies),
-        r"rank 1 of 2 died",
-    ),
-    Fault(
-        "a rank that raises",
-        "verify",
-        value(USER, "build", verified.raises),
-        "rank 1 of 2 raised RuntimeError: the disk of rank 1 is full",
-    ),
+    Fault("a mean per micro-batch", "verify", MEAN, "different: micro-batches break"),
+    Fault("outputs that FSDP cannot look into", "verify", OPAQUE, "UnreducedError"),
+    Fault("a forgotten mesh", "verify", _built("a forgotten mesh"), "the state got no mesh"),
+    Fault("a rank that dies", "verify", DIES, "rank 1 of 2 died"),
+    Fault("a rank that raises", "verify", RAISES, ON_RANK_1),
 ]
