@@ -2,7 +2,7 @@
 
 A recipe or command is a child of its own, from its first line to the end of the interpreter, with
 its own signals and exit code; a shell reaches the pool through a small client that hands over its
-descriptors, process group and limits. The ranks of ``run_ranks`` are children too, which stay for
+descriptors and process group. The ranks of ``run_ranks`` are children too, which stay for
 the next job: spawning four costs seconds, nearly all of it imports, a job on those that are there
 hundredths. Each job gets a process group of its own over a fresh file store. Half of what a small
 job costs is what a first step finds out: groups that connect, and what DTensor keeps for each
@@ -24,7 +24,6 @@ import itertools
 import json
 import os
 import pickle
-import resource
 import runpy
 import select
 import shlex
@@ -57,15 +56,14 @@ MOST_THREADS = 40
 that wakes a hundred times a second; after some hundred jobs they would use up the machine."""
 _PR_SET_PDEATHSIG = 1
 CLIENT = """
-import json, os, resource, signal, socket, sys
+import json, os, signal, socket, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 fds = []
 for fd in (0, 1, 2):
     try: os.fstat(fd); fds.append(fd)
     except OSError: pass
 request = {"fds": fds, "group": os.getpgrp(), "argv": sys.argv[2:], "cwd": os.getcwd(),
-    "nohup": signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, "environ": dict(os.environ),
-    "limit": resource.getrlimit(resource.RLIMIT_FSIZE)}
+    "environ": dict(os.environ)}
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 with socket.socket(socket.AF_UNIX) as line:
     line.connect(sys.argv[1])
@@ -423,9 +421,7 @@ class Forked:
             "group": group,
             "argv": list(argv),
             "cwd": str(cwd or Path.cwd()),
-            "nohup": False,
             "environ": dict(env),
-            "limit": resource.getrlimit(resource.RLIMIT_FSIZE),
         }
         message = json.dumps(request).encode()
         self._line = socket.socket(socket.AF_UNIX)
@@ -488,10 +484,7 @@ def _become(request: dict, fds: list[int]) -> list[str]:
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])
-    resource.setrlimit(resource.RLIMIT_FSIZE, tuple(request["limit"]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if request["nohup"]:
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         stream = None
         if fd in taken:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from pool import run_ranks
 from runs import (
     results,
@@ -130,15 +129,12 @@ def test_weights_are_exported_in_the_dtype_of_the_base(base, tmp_path):
 
 REFUSED = {
     "no data": ({"data.path": "nowhere.jsonl"}, "error: nowhere.jsonl does not exist; name a"),
-    "an export that is there": (
-        {"export": "there"},
-        "error: export is there, which exists already; the model would be written there after the",
-    ),
+    "an export that is there": ({"export": "there"}, "error: export is there, which exists"),
     "an export below a file": (
         {"export": "bare/config.json/tuned"},
-        "error: export is bare/config.json/tuned, and nothing can be written in .*bare/config",
+        "error: .*, and nothing can be written in .*bare/config",
     ),
-    "an export of more than there is room for": (
+    "no room for an export": (
         {"base": "vast", "export": "tuned"},
         r"error: export is tuned, .* 32,768\.0 GiB, .* has [\d.,]+ GiB free",
     ),
@@ -146,16 +142,11 @@ REFUSED = {
     "a long conversation": ({"seq_len": 16}, "error: .* tokens; a row has 16 positions. Pass long"),
     "rows beyond the model": ({"seq_len": 257}, "error: seq_len 257 of the data is above max_seq"),
     "four bits without adapters": ({"lora.base": "nf4"}, "error: 'rank' must be >= 1: 0"),
-    "a base without a tokenizer": (
-        {"base": "bare"},
-        "error: bare has no tokenizer that transformers can load: ",
-    ),
+    "a base without a tokenizer": ({"base": "bare"}, "error: bare has no tokenizer that transf"),
 }
+NO_ADAPTERS = "error: Transformer has no adapters, .* reference=model"
 OF_DPO = {
-    "adapters switched off that are not there": (
-        {"lora.rank": 0},
-        "error: Transformer has no adapters, .* Pass a frozen copy of it .* reference=model",
-    ),
+    "no adapters to switch off": ({"lora.rank": 0}, NO_ADAPTERS),
     **{name: REFUSED[name] for name in ("an export that is there", "rows beyond the model")},
 }
 CASES = [*(("finetune", case) for case in REFUSED), *(("dpo", case) for case in OF_DPO)]
@@ -211,9 +202,7 @@ def test_an_export_that_fails_at_the_end_is_no_finished_run(base, tmp_path, monk
     assert len([row for row in rows_of(out) if "train/loss" in row]) == 2
 
 
-def _train(rank, world, folder, recipe, given):
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+def _train(rank, world, recipe, given):
     run_here(recipe, given)
 
 
@@ -241,10 +230,12 @@ def test_a_run_moves_to_another_layout(name, base, tmp_path):
     for step in (4, 6):
         shutil.rmtree(moved / "checkpoints" / f"step_0000000{step}")
     given = command_line(recipe, base, moved, export=tmp_path / "b", **settings)
-    run_ranks(_train, world, tmp_path, recipe, given, group=False)
+    run_ranks(_train, world, recipe, given)
     assert status_of(moved)["status"] == "finished"
-    losses = {row["step"]: row["train/loss"] for row in results(one) if "train/loss" in row}
-    found = {row["step"]: row["train/loss"] for row in results(moved) if "train/loss" in row}
+    found, losses = (
+        {row["step"]: row["train/loss"] for row in results(out) if "train/loss" in row}
+        for out in (moved, one)
+    )
     assert found == pytest.approx(losses, rel=1e-4)
     wanted, saved = tensors_of(one), tensors_of(moved)
     assert saved.keys() == wanted.keys()

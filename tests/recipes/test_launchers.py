@@ -40,9 +40,6 @@ def trainjob():
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert job["spec"]["runtimeRef"] == {"name": "torch-distributed"}
     trainer = job["spec"]["trainer"]
-    assert trainer.keys() == {
-        *("image", "numNodes", "numProcPerNode", "command", "args", "env", "resourcesPerNode"),
-    }
     assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
     node = {"PET_NNODES": trainer["numNodes"], "PET_NPROC_PER_NODE": trainer["numProcPerNode"]}
     node |= {"PET_MASTER_ADDR": "forgekit-node-0-0.forgekit", "PET_MASTER_PORT": 29400}
@@ -66,15 +63,12 @@ def jobset():
     assert pod["restartPolicy"] == "Never"
     (container,) = pod["containers"]
     shared = {variable["name"]: variable["value"] for variable in container["env"]}
-    first = f"{job['metadata']['name']}-{replicated['name']}-0-0.{job['metadata']['name']}"
-    assert shared["MASTER_ADDR"] == first
     assert int(shared["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     words = [
         re.sub(r"\$\((\w+)\)", lambda m: shared[m[1]], word)
         for word in container["command"] + container["args"]
     ]
     assert f"--nproc-per-node={container['resources']['limits']['nvidia.com/gpu']}" in words
-    assert f"--nnodes={NODES}" in words
     return words, [shared | {"JOB_COMPLETION_INDEX": rank} for rank in range(NODES)]
 
 
@@ -82,11 +76,7 @@ def skypilot():
     """A shell script on each node."""
     task = load("skypilot")
     assert task["num_nodes"] == NODES
-    assert task["resources"]["use_spot"] is True
     assert task["resources"]["job_recovery"].keys() == {"strategy", "max_restarts_on_errors"}
-    assert task.keys() == {
-        *("name", "num_nodes", "resources", "workdir", "envs", "setup", "run"),
-    }
     sky = task["envs"] | {
         "SKYPILOT_NUM_NODES": NODES,
         "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
@@ -127,6 +117,12 @@ def check_torchrun(command, node, number):
     assert 1024 < int(port) < 65536
     assert given.training_script == "pretrain.py"
     assert given.training_script_args == ["out=s3://bucket/runs/a", "data.path=s3://bucket/tokens"]
+
+
+def codes_of(job):
+    """Exit codes of the ranks, once nothing is left of them."""
+    job.end()
+    return [rank.wait() for rank in job.ranks]
 
 
 def check_finished(out, stopped_at, steps):
@@ -171,9 +167,8 @@ def test_a_launcher_stops_a_run_in_time_and_the_same_command_goes_on(
         for rank in job.ranks:
             rank.send_signal(signal.SIGTERM)
         began = time.monotonic()
-        job.end()
+        assert codes_of(job) == [0, 0], job.output
         assert time.monotonic() - began < GRACE_S
-        assert [rank.wait() for rank in job.ranks] == [0, 0], job.output
     stopped = status_of(out)
     assert (stopped["status"], stopped["reason"]) == ("stopped", "SIGTERM")
     assert 3 <= stopped["step"] == saved_step(out) == last_step(out) < 20
@@ -190,8 +185,7 @@ def test_exit_codes_tell_a_mistake_from_a_failure(tmp_path, plain, settings):
     ):
         log = tmp_path / f"log{code}"
         with launch(plain, [*settings, changed], log=log, ranks=NODES) as job:
-            job.end()
-            assert {rank.wait() for rank in job.ranks} == {code}, job.output
+            assert codes_of(job) == [code] * NODES, job.output
             assert message in job.output
 
 
@@ -241,24 +235,18 @@ def test_in_a_worker_of_ray_its_group_is_used_and_its_deadline_heard(tmp_path, t
     out, steps = tmp_path / "run", 40
     settings = arguments(out=out, data__path=tokens, steps=steps, save_every=0, data__workers=0)
 
-    def end_of(job):
-        job.end()
-        return [rank.wait() for rank in job.ranks], job.output
-
     with in_ray(tmp_path, recipe, settings) as job:
         job.wait_for(lambda: last_step(out) >= 3, "step 3")
         (tmp_path / "deadline").touch()
-        codes, written = end_of(job)
-    assert codes == [0, 0], written
-    assert written.count("a group of 2 and no error") == 2
+        assert codes_of(job) == [0, 0], job.output
+        assert job.output.count("a group of 2 and no error") == 2
     stopped = status_of(out)
     assert (stopped["status"], stopped["reason"]) == ("stopped", "deadline")
     assert stopped["step"] == saved_step(out) == last_step(out)
     (tmp_path / "deadline").unlink()
     with in_ray(tmp_path, recipe, settings) as job:
-        assert end_of(job)[0] == [0, 0], written
+        assert codes_of(job) == [0, 0], job.output
     check_finished(out, stopped["step"], steps)
     with in_ray(tmp_path, recipe, [*settings, "optim.lr=fast"]) as job:
-        codes, written = end_of(job)
-    assert codes == [1, 1], "Ray counts an error, and would take SystemExit for a success"
-    assert re.search(r"and .*pretrain.py ended with code 2; see status.json", written)
+        assert codes_of(job) == [1, 1], "Ray would take SystemExit for a success"
+        assert re.search(r"and .*pretrain.py ended with code 2; see status.json", job.output)

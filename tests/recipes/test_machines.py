@@ -28,23 +28,19 @@ def _recipe_and_world(path):
     return recipe, int(world)
 
 
-def _world(path):
-    return _recipe_and_world(path)[1]
-
-
 def test_there_are_settings_for_three_machines():
     found = {_recipe_and_world(path) for path in SETTINGS}
     assert found == {("pretrain", 8), ("pretrain", 64), ("pretrain", 512), ("moe", 64)}
 
 
-def _config(path):
-    recipe, _ = _recipe_and_world(path)
-    return load_config(load_recipe(recipe).Config, ["--config", str(path)])
+def _config_and_world(path):
+    recipe, world = _recipe_and_world(path)
+    return load_config(load_recipe(recipe).Config, ["--config", str(path)]), world
 
 
 @pytest.mark.parametrize("path", SETTINGS, ids=lambda path: path.stem)
 def test_the_sizes_fit(path):
-    config, world = _config(path), _world(path)
+    config, world = _config_and_world(path)
     pp, replicate, shard, _, _ = resolve_sizes(config.mesh, world)
     rows = config.batch_size * replicate * shard
     assert config.global_batch_size % rows == 0
@@ -55,7 +51,7 @@ def test_the_sizes_fit(path):
 def test_the_experts_have_30_billion_parameters_of_which_a_token_uses_3():
     """Counted by hand from the sizes; a token uses 8 of 128 experts."""
     (path,) = (path for path in SETTINGS if path.stem.startswith("moe"))
-    spec = _config(path).model
+    spec = _config_and_world(path)[0].model
     with torch.device("meta"):
         model = fk.Transformer(spec)
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -76,7 +72,7 @@ def _narrow(config, world):
 def _lay_out(_rank, _world, path, rank, world):
     """What one of the ranks holds of a narrow model."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    config = _config(path)
+    config, _ = _config_and_world(path)
     mesh = fk.build_mesh(config.mesh, device="cpu")
     with torch.device("meta"):
         model = fk.Transformer(_narrow(config, world))
@@ -99,7 +95,7 @@ def _lay_out(_rank, _world, path, rank, world):
 def test_every_stage_lays_its_part_out(name):
     """All stages together hold every parameter, each rank its share of each."""
     (path,) = (path for path in SETTINGS if path.stem == name)
-    config, world = _config(path), _world(path)
+    config, world = _config_and_world(path)
     pp, _, shard, cp, tp = resolve_sizes(config.mesh, world)
     shared = shard * cp * tp
     found = {}

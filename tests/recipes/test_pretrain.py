@@ -135,9 +135,7 @@ def test_other_data_is_refused_and_nothing_is_lost(tmp_path, tokens, capsys):
     metrics = (out / "metrics.jsonl").read_bytes()
     with pytest.raises(SystemExit, match="2"):
         run_here("pretrain", arguments(out=out, steps=8, data__seq_len=8, **given))
-    shown = capsys.readouterr().err
-    assert "was saved while training on other data" in shown
-    assert "Choose another run directory" in shown
+    assert "was saved while training on other data" in capsys.readouterr().err
     assert status_of(out)["status"] == "failed"
     assert "on other data" in status_of(out)["reason"]
     assert (out / "metrics.jsonl").read_bytes() == metrics

@@ -98,7 +98,6 @@ def environment(options: argparse.Namespace, restarts: int) -> dict[str, str]:
     tasks = (options.ntasks_per_node or 1) * options.nodes
     given = {
         "SLURM_JOB_ID": job_id(),
-        "SLURM_JOB_NAME": options.job_name,
         "SLURM_JOB_NODELIST": f"127.0.0.[1-{options.nodes}]",
         "SLURM_JOB_NUM_NODES": options.nodes,
         "SLURM_NTASKS": tasks,
