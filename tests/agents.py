@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +36,6 @@ class Agents:
         least: Without so many none starts its rank.
         faults: What goes wrong in its ranks; see ``chaos.faults``.
         variables: Of the environment of torchrun.
-        forked: Whether agents and workers are forked from a process that has imported everything.
         jobs: The agents, those that are gone too.
     """
 
@@ -47,7 +45,6 @@ class Agents:
     least: int = 1
     patience_s: int = 15
     faults: Mapping[str, Any] = attrs.field(factory=dict)
-    forked: bool = True
     variables: Mapping[str, str] = attrs.field(factory=lambda: VARIABLES)
     jobs: list[Job] = attrs.field(factory=list)
     store: Any = attrs.field(
@@ -57,32 +54,20 @@ class Agents:
     def start(self) -> Job:
         """Start one more."""
         torchrun = [
-            *(
-                "-m",
-                "torch.distributed.run",
-                f"--nnodes={self.least}:{self.most}",
-                "--nproc-per-node=1",
-            ),
-            *("--max-restarts=100", "--rdzv-backend=c10d", "--rdzv-id=elastic"),
-            f"--rdzv-endpoint=localhost:{self.store.port}",
-            *(
-                "--rdzv-conf",
-                f"{QUICK}{self.patience_s}",
-                *FORK * self.forked,
-                str(RANK),
-                "pretrain",
-            ),
+            *("-m", "torch.distributed.run", f"--nnodes={self.least}:{self.most}"),
+            *("--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d"),
+            *("--rdzv-id=elastic", f"--rdzv-endpoint=localhost:{self.store.port}"),
+            *("--rdzv-conf", f"{QUICK}{self.patience_s}", *FORK, str(RANK), "pretrain"),
         ]
-        python = [] if self.forked else [sys.executable]
-        command = [*python, *torchrun, *arguments(**{"out": self.out, **self.settings})]
+        command = [*torchrun, *arguments(**{"out": self.out, **self.settings})]
         faults = json.dumps(dict.fromkeys(range(self.most), self.faults))
         log = self.out.with_name(f"agent-{len(self.jobs)}.log")
         variables = {**self.variables, "FORGEKIT_TEST_FAULTS": faults}
-        self.jobs.append(Job(command, log=log, variables=variables, forked=int(self.forked)))
+        self.jobs.append(Job(command, log=log, variables=variables, forked=1))
         return self.jobs[-1]
 
-    def lose(self, job: Job, *, with_workers: bool) -> float:
-        """Kill an agent, as a machine is lost, or alone; the time of it."""
+    def lose(self, job: Job, *, with_workers: bool) -> None:
+        """Kill an agent, as a machine is lost, or alone."""
         if (code := job.process.poll()) is not None:
             raise AssertionError(f"an agent has ended by itself ({code}):\n{job.output[-5000:]}")
         members = job.members() if with_workers else [job.process.pid]
@@ -90,7 +75,6 @@ class Agents:
             with suppress(ProcessLookupError):  # a rank that ends just now
                 os.kill(pid, signal.SIGKILL)
         job.process.wait()
-        return time.time()
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> None:
         """Wait for what the run writes; fail with what agents and ranks said if it falls silent."""

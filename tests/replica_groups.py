@@ -36,7 +36,6 @@ class Groups:
     def __init__(self, folder: Path, lighthouse: str, **common: Any) -> None:
         self.folder, self._lighthouse, self._common = folder, lighthouse, common
         self.started: list[tuple[str, Job]] = []
-        self.left: list[float] = []
 
     def prepare(self, name: str, ranks: int = 1, **given: Any) -> Path:
         """Start a group up to where it joins; return the file that lets it."""
@@ -123,18 +122,19 @@ class Groups:
             job.kill()
 
 
+def start_lighthouse() -> Any:
+    """A lighthouse in this process."""
+    from torchft.coordination import LighthouseServer
+
+    times = {"quorum_tick_ms": 50, "heartbeat_timeout_ms": int(1000 * HEARTBEAT_S)}
+    options = {"min_replicas": 1, "join_timeout_ms": 20_000, **times}
+    return LighthouseServer(bind="127.0.0.1:0", **options)
+
+
 @contextmanager
 def groups(folder: Path, **common: Any) -> Iterator[Groups]:
     """A lighthouse, and no process left after the block."""
-    from torchft.coordination import LighthouseServer
-
-    lighthouse = LighthouseServer(
-        bind="127.0.0.1:0",
-        min_replicas=1,
-        join_timeout_ms=20_000,
-        quorum_tick_ms=50,
-        heartbeat_timeout_ms=int(1000 * HEARTBEAT_S),
-    )
+    lighthouse = start_lighthouse()
     run = Groups(folder, lighthouse.address(), **common)
     try:
         yield run

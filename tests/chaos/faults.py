@@ -79,7 +79,7 @@ class _Group:
             yield batch
 
 
-def _watch(recipe: Recipe, after: Callable[[_Now], None] = lambda now: None) -> _Now:
+def _watch(recipe: Recipe, after: Callable[[_Now], object] = lambda now: None) -> _Now:
     """Follow the steps of a recipe; ``after`` is called when one has been computed."""
     now, setup = _Now(), recipe.setup
 
@@ -96,6 +96,11 @@ def _watch(recipe: Recipe, after: Callable[[_Now], None] = lambda now: None) -> 
 
     recipe.setup = watched
     return now
+
+
+def _after(recipe: Recipe, step: int, act: Callable[[], object]) -> None:
+    """Do something when a step has been computed."""
+    _watch(recipe, lambda now: now.step == step and act())
 
 
 def note_rows(recipe: Recipe, path: str) -> None:
@@ -138,11 +143,10 @@ def raise_after(recipe: Recipe, step: int | list[int]) -> None:
     if isinstance(step, list):
         step = step[int(os.environ["TORCHELASTIC_RESTART_COUNT"]) % len(step)]
 
-    def fail(now: _Now) -> None:
-        if now.step == step:
-            raise RuntimeError("this batch is bad")
+    def fail() -> None:
+        raise RuntimeError("this batch is bad")
 
-    _watch(recipe, fail)
+    _after(recipe, step, fail)
 
 
 def raise_in_set_up(recipe: Recipe, rank: int) -> None:
@@ -225,24 +229,18 @@ def _before(moment: Sequence[Any], act: Callable[[], None]) -> None:
 
 def die_alone_after(recipe: Recipe, step: int) -> None:
     """Kill this rank, and no other, after a step."""
-
-    def die(now: _Now) -> None:
-        if now.step == step:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    _watch(recipe, die)
+    _after(recipe, step, lambda: signal.raise_signal(signal.SIGKILL))
 
 
 def signal_after(recipe: Recipe, given: tuple[int, list[str]]) -> None:
     """Send this rank signals after a step."""
     step, names = given
 
-    def send(now: _Now) -> None:
-        if now.step == step:
-            for name in names:
-                signal.raise_signal(getattr(signal, name))
+    def send() -> None:
+        for name in names:
+            signal.raise_signal(getattr(signal, name))
 
-    _watch(recipe, send)
+    _after(recipe, step, send)
 
 
 def signal_in_evaluation(recipe: Recipe, name: str) -> None:
@@ -258,38 +256,32 @@ def signal_in_evaluation(recipe: Recipe, name: str) -> None:
     recipe.loss_fn = sending
 
 
-def infinite_loss(recipe: Recipe, given: tuple[list[int], int]) -> None:
-    """Make the loss of one micro-batch of some steps infinite."""
-    steps, micro_batch = given
+def infinite_loss(recipe: Recipe, given: tuple[int, int]) -> None:
+    """Make the loss of one micro-batch of a step infinite."""
+    now, loss_fn = _watch(recipe), recipe.loss_fn
 
-    def spoil(loss: fk.Loss, now: _Now) -> fk.Loss:
-        if now.step in steps and now.micro_batch == micro_batch:
-            return dataclasses.replace(loss, sum=loss.sum * float("inf"))
-        return loss
+    def spoiled(model: Any, batch: Any) -> fk.Loss:
+        loss = loss_fn(model, batch)
+        is_bad = (now.step, now.micro_batch) == tuple(given)
+        return dataclasses.replace(loss, sum=loss.sum * float("inf")) if is_bad else loss
 
-    _spoil_losses(recipe, spoil)
+    recipe.loss_fn = spoiled
 
 
 def nan_gradient(recipe: Recipe, steps: list[int]) -> None:
-    """Make this rank's gradient of some steps NaN; the loss stays finite."""
+    """Make this rank's gradient of some steps NaN, until their samples are left out.
 
-    def spoil(loss: fk.Loss, now: _Now) -> fk.Loss:
-        if now.step in steps and loss.sum.requires_grad:
-            loss.sum.register_hook(lambda gradient: gradient * float("nan"))
-        return loss
+    The loss stays finite.
+    """
+    now, loss_fn = _watch(recipe), recipe.loss_fn
 
-    _spoil_losses(recipe, spoil)
-
-
-def nan_until_left_out(recipe: Recipe, steps: list[int]) -> None:
-    """As ``nan_gradient``, until the run has left these steps' samples out."""
-
-    def spoil(loss: fk.Loss, now: _Now) -> fk.Loss:
+    def spoiled(model: Any, batch: Any) -> fk.Loss:
+        loss = loss_fn(model, batch)
         if now.step in steps and not now.has_skips and loss.sum.requires_grad:
             loss.sum.register_hook(lambda gradient: gradient * float("nan"))
         return loss
 
-    _spoil_losses(recipe, spoil)
+    recipe.loss_fn = spoiled
 
 
 def leave_out(recipe: Recipe, given: tuple[int, int]) -> None:
@@ -319,65 +311,59 @@ def store(recipe: Recipe, given: Mapping[str, Any]) -> None:
         setattr(importlib.import_module(f"forgekit.run.{module}"), constant, value)
 
 
-def _spoil_losses(recipe: Recipe, spoil: Callable[[fk.Loss, _Now], fk.Loss]) -> None:
-    now, loss_fn = _watch(recipe), recipe.loss_fn
-    recipe.loss_fn = lambda model, batch: spoil(loss_fn(model, batch), now)
+def _before_read(recipe: Recipe, act: Callable[[], None]) -> None:
+    """Do something before each read of rows."""
+    setup = recipe.setup
+
+    def watched(config: Any) -> Any:
+        built = setup(config)
+        kind = type(built.loader.dataset)
+        read = kind.__getitems__
+
+        def reading(self: Any, rows: Any) -> Any:
+            act()
+            return read(self, rows)
+
+        kind.__getitems__ = reading
+        return built
+
+    recipe.setup = watched
 
 
 def signal_in_read(recipe: Recipe, given: tuple[int, str]) -> None:
     """Send this rank a signal while it reads the rows of a step, before they are there."""
-    step, name = given
-    now, setup, sent = _watch(recipe), recipe.setup, [False]
+    (step, name), now, sent = given, _watch(recipe), [False]
 
-    def watched(config: Any) -> Any:
-        built = setup(config)
-        dataset = built.loader.dataset
-        read = type(dataset).__getitems__
+    def send() -> None:
+        if now.step == step and not sent[0]:
+            sent[0] = True
+            signal.raise_signal(getattr(signal, name))
 
-        def reading(self: Any, rows: Any) -> Any:
-            if now.step == step and not sent[0]:
-                sent[0] = True
-                signal.raise_signal(getattr(signal, name))
-            return read(self, rows)
-
-        type(dataset).__getitems__ = reading
-        return built
-
-    recipe.setup = watched
+    _before_read(recipe, send)
 
 
 def stuck_read(recipe: Recipe, given: tuple[int, str]) -> None:
     """Let this rank wait for its so many-th read of rows for ever, once it has made a file."""
-    (number, mark), setup, reads = given, recipe.setup, [0]
+    (number, mark), reads = given, [0]
 
-    def watched(config: Any) -> Any:
-        built = setup(config)
-        dataset = built.loader.dataset
-        read = type(dataset).__getitems__
+    def wait() -> None:
+        reads[0] += 1
+        if reads[0] >= number:
+            Path(mark).touch()
+            threading.Event().wait()
 
-        def reading(self: Any, rows: Any) -> Any:
-            reads[0] += 1
-            if reads[0] >= number:
-                Path(mark).touch()
-                threading.Event().wait()
-            return read(self, rows)
-
-        type(dataset).__getitems__ = reading
-        return built
-
-    recipe.setup = watched
+    _before_read(recipe, wait)
 
 
 def limit_files(recipe: Recipe, given: tuple[int, int]) -> None:
     """After a step, and saves before it, let no file grow beyond so many bytes."""
     step, size = given
 
-    def limit(now: _Now) -> None:
-        if now.step == step:
-            wait_for_saves()
-            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+    def limit() -> None:
+        wait_for_saves()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-    _watch(recipe, limit)
+    _after(recipe, step, limit)
 
 
 def obey_modes(recipe: Recipe, given: None) -> None:
@@ -397,9 +383,8 @@ def read_only_after(recipe: Recipe, given: tuple[int, str]) -> None:
     step, path = given
     obey_modes(recipe, None)
 
-    def close(now: _Now) -> None:
-        if now.step == step:
-            wait_for_saves()
-            Path(path).chmod(0o555)
+    def close() -> None:
+        wait_for_saves()
+        Path(path).chmod(0o555)
 
-    _watch(recipe, close)
+    _after(recipe, step, close)

@@ -12,7 +12,6 @@ import re
 import shlex
 import signal
 import socket
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -132,14 +131,9 @@ def test_ranks_that_cannot_share_the_batch_wait_for_others_to_come_or_go(agents)
     run.wait_for_steps(1)
     second = run.start()
     run.wait_for(lambda: "waits" in (status_of(run.out).get("reason") or ""), "wait")
-    assert (
-        status_of(run.out).items()
-        >= {
-            "status": "stopped",
-            "reason": "waits for another number of ranks: global_batch_size 3 must be divisible by "
-            "batch_size 1 * 2 data-parallel ranks = 2; the nearest are 2 and 4.",
-        }.items()
-    )
+    said = status_of(run.out)
+    assert said["status"] == "stopped"
+    assert "another number of ranks: global_batch_size 3 must be divisible by" in said["reason"]
     since = len(run.starts())
     run.lose(second, with_workers=True)
     run.wait_for_steps(1, since=since)
@@ -165,43 +159,29 @@ def test_a_signal_means_one_machine_and_a_budget_the_run(reasons, expected):
 
 
 AGENTS = ["a/1", "b/2"]
-FAILED = {"event": "failed", "step": 7, "samples": 42, "reason": "oh", "agents": AGENTS}
+IN_SET_UP = {"event": "failed", "reason": "oh", "agents": AGENTS}
+FAILED = {**IN_SET_UP, "step": 7, "samples": 42}
+LATER = FAILED | {"step": 8}
 STARTED = {"event": "started", "step": 5, "samples": 30, "agents": AGENTS}
+AT_FIRST = STARTED | {"step": 0}
 ROLLED_BACK = {"event": "rolled_back", "step": 5}
 WITH_ANOTHER = {"agents": ["a/1", "b/2", "c/3"]}
+TWICE = "failed twice after step 7, and no agent was lost or came in between, .*: "
+THREE = "failed three times on the way from step 5 to a checkpoint, .*: "
 REPEATED = {
     "nothing": ([], ""),
     "once": ([STARTED, FAILED], ""),
-    "after other steps": ([STARTED, FAILED, STARTED, FAILED | {"step": 8}], ""),
-    "after one step": (
-        [STARTED | {"step": 0}, FAILED, STARTED, FAILED],
-        "failed twice after step 7, and no agent was lost or came in between, so torchrun shall "
-        "not start it again: oh",
-    ),
-    "each time rolled back": (
-        [STARTED, FAILED, STARTED, ROLLED_BACK, FAILED],
-        "failed twice after step 7",
-    ),
-    "in set-up": (
-        [{"event": "failed", "reason": "oh", "agents": AGENTS}] * 2,
-        "failed twice in set-up, .*: oh",
-    ),
+    "after other steps": ([STARTED, FAILED, STARTED, LATER], ""),
+    "after one step": ([AT_FIRST, FAILED, STARTED, FAILED], f"{TWICE}oh"),
+    "each time rolled back": ([STARTED, FAILED, STARTED, ROLLED_BACK, FAILED], TWICE),
+    "in set-up": ([IN_SET_UP, IN_SET_UP], "failed twice in set-up, .*: oh"),
     "with one machine more": ([STARTED, FAILED | WITH_ANOTHER, STARTED, FAILED], ""),
     "with a new machine": ([STARTED, FAILED | {"agents": ["a/1", "b/3"]}, STARTED, FAILED], ""),
     "before a stop": ([FAILED, FAILED, {"event": "stopped", "step": 9}], ""),
     "in an earlier job": ([event | {"agents": ["a/0"]} for event in [STARTED, FAILED] * 3], ""),
-    "in turn": (
-        [STARTED, FAILED, STARTED, FAILED | {"step": 8}, STARTED, FAILED],
-        "failed three times on the way from step 5 to a checkpoint, and no .*: oh",
-    ),
-    "in turn, with progress": (
-        [STARTED | {"step": 0}, FAILED, STARTED, FAILED | {"step": 8}, STARTED, FAILED],
-        "",
-    ),
-    "killed": (
-        [STARTED] * 3,
-        "failed three times on the way from step 5 to a checkpoint, .*: the last time it was kill",
-    ),
+    "in turn": ([STARTED, FAILED, STARTED, LATER, STARTED, FAILED], f"{THREE}oh"),
+    "in turn, with progress": ([AT_FIRST, FAILED, STARTED, LATER, STARTED, FAILED], ""),
+    "killed": ([STARTED] * 3, f"{THREE}the last time it was kill"),
     "killed, with one machine more": ([STARTED, STARTED | WITH_ANOTHER, STARTED, STARTED], ""),
     "killed twice": ([STARTED] * 2, ""),
 }
@@ -266,43 +246,27 @@ def test_the_commands_of_the_page_keep_a_run_going(tmp_path):
     for old, new in changes.items():
         assert old in store + agent
         store, agent = store.replace(old, new), agent.replace(old, new)
-    jobs, run = [], Agents(out, {}, 8)
-
-    def start(command):
-        log = tmp_path / f"log-{len(jobs)}"
-        jobs.append(Job(["bash", "-c", command], log=log, cwd=tmp_path))
-        run.jobs.append(jobs[-1])
-
+    run = Agents(out, {}, 8)
     try:
-        for command in (store, agent, agent):
-            start(command)
+        for number, command in enumerate((store, agent, agent)):
+            log = tmp_path / f"log-{number}"
+            run.jobs.append(Job(["bash", "-c", command], log=log, cwd=tmp_path))
         run.wait_for_steps(2)
         run.wait_for(lambda: saved_step(out), "a checkpoint")
         since = len(run.starts())
-        jobs[1].kill()
+        run.jobs[1].kill()
         run.wait_for_steps(1, since=since)
         assert run.starts()[since][1] > 0
     finally:
-        for job in jobs:
-            job.kill()
+        run.close()
 
 
-AFTER_ONE_STEP = (
-    "failed twice after step 7, and no agent was lost or came in between, so torchrun shall not "
-    "start it again: RuntimeError: this batch is bad"
-)
+IN_TURN = {"raise_after": [8, 7]}
+KILLED = THREE.replace("step 5", "step 0")
 FAILING = {
-    "after one step": ({"raise_after": 8}, [(2, 0), (2, 5)], AFTER_ONE_STEP),
-    "after two steps in turn": (
-        {"raise_after": [8, 7]},
-        [(2, 0), (2, 5), (2, 5), (2, 5)],
-        "failed three times on the way from step 5 to a checkpoint, .*: RuntimeError: this batch",
-    ),
-    "by a signal": (
-        {"die_alone_after": 4},
-        [(2, 0)] * 3,
-        "failed three times on the way from step 0 to a checkpoint, .*: the last time it was kill",
-    ),
+    "after one step": ({"raise_after": 8}, [(2, 0), (2, 5)], f"{TWICE}RuntimeError: this batch"),
+    "after two steps in turn": (IN_TURN, [(2, 0), *[(2, 5)] * 3], f"{THREE}RuntimeError: this"),
+    "by a signal": ({"die_alone_after": 4}, [(2, 0)] * 3, f"{KILLED}the last time it was kill"),
     "in the set-up of one rank": (
         {"raise_in_set_up": 1},
         [],
@@ -379,18 +343,17 @@ KILLS = 30
 @pytest.mark.chaos
 @pytest.mark.timeout(3600)
 def test_agents_killed_at_30_random_moments_leave_the_run_of_the_same_sizes(
-    agents, tmp_path, survived, capsys
+    agents, tmp_path, survived
 ):
     """Some of them in set-up, some while the others restart, some with and some without ranks."""
     chance = random.Random(0)
     run = agents(3)
     living = [run.start() for _ in range(3)]
     run.wait_for_steps(3)
-    kills = []
-    while len(kills) < KILLS:
+    for _ in range(KILLS):
         time.sleep(chance.uniform(0, 12))
         victim = living.pop(chance.randrange(len(living)))
-        kills.append(run.lose(victim, with_workers=chance.random() < 0.6))
+        run.lose(victim, with_workers=chance.random() < 0.6)
         while len(living) < 3 and (len(living) == 1 or chance.random() < 0.7):
             time.sleep(chance.uniform(0, 6))
             living.append(run.start())
@@ -399,28 +362,12 @@ def test_agents_killed_at_30_random_moments_leave_the_run_of_the_same_sizes(
     run.wait_for_steps(3)
     run.stop()
     check_run(run, tmp_path)
-    seconds = sorted(recovery(tmp_path / "notes", kills))
-    most = max(redone(tmp_path / "notes", run.starts()))
-    with capsys.disabled():
-        print(  # noqa: T201
-            f"\n{KILLS} kills, {len(run.starts())} starts, {last_step(run.out)} steps: from a kill "
-            f"to the next step of a new attempt {statistics.median(seconds):.1f} s as the median, "
-            f"{seconds[-1]:.1f} s at worst; at most {most} steps redone"
-        )
-    assert most <= MOST_LOST
+    assert max(redone(tmp_path / "notes")) <= MOST_LOST
     outcome = Outcome(ended=GOES_ON, status="failed", lost=MOST_LOST, after=SAME_SIZES)
     survived("30 agents of torchrun at random moments, alone or with their ranks", outcome)
 
 
-def recovery(notes, kills):
-    """Seconds from each kill to the first step of an attempt that began after it."""
-    lines = [json.loads(line) for line in notes.read_text().splitlines()]
-    for killed in kills:
-        before = {attempt for _, attempt, _, at, _ in lines if at <= killed}
-        yield min(at for _, attempt, _, at, _ in lines if attempt not in before) - killed
-
-
-def redone(notes, starts):
+def redone(notes):
     """Steps that each start has taken again."""
     lines = [json.loads(line) for line in notes.read_text().splitlines()]
     attempts = list(dict.fromkeys(attempt for _, attempt, *_ in sorted(lines, key=lambda x: x[3])))

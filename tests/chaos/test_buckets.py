@@ -32,15 +32,10 @@ class Lives:
         number = len(self.lives)
         given = STANDARD | {"data__path": self.tokens, "out": URL} | settings
         variables = self.bucket.variables | {"FORGEKIT_CACHE": str(self.folder / f"{number}")}
-        all_faults = {
-            rank: {"store": STORE, **(faults or {}).get(rank, {})} for rank in range(ranks)
-        }
-        log = self.folder / f"{number}.log"
-        life = Life(
-            arguments(**given), log=log, ranks=ranks, faults=all_faults, variables=variables
-        )
-        self.lives.append(life)
-        return life
+        ours = {rank: {"store": STORE, **(faults or {}).get(rank, {})} for rank in range(ranks)}
+        options = {"log": self.folder / f"{number}.log", "faults": ours, "variables": variables}
+        self.lives.append(Life(arguments(**given), ranks=ranks, **options))
+        return self.lives[-1]
 
     def copy(self):
         """What the bucket has, as a local run directory."""
@@ -145,7 +140,7 @@ def test_the_rank_of_a_stalled_agent_gives_way_in_the_bucket(agents, lives):
 
 @pytest.mark.chaos
 @pytest.mark.timeout(3000)
-def test_killed_thirty_times_with_a_store_that_fails(lives, undisturbed, survived, capsys):
+def test_killed_thirty_times_with_a_store_that_fails(lives, undisturbed, survived):
     numbers = random.Random(7)
     network = random.Random(8)
     settings = {"steps": 160, "save_every": 4}
@@ -153,7 +148,7 @@ def test_killed_thirty_times_with_a_store_that_fails(lives, undisturbed, survive
     lives.bucket.fault = lambda method, path: (
         network.choice(FAULTS) if network.random() < share.get(method, 0.03) else None
     )
-    newest, ended, began = 0, Counter(), time.monotonic()
+    newest, ended = 0, Counter()
     for _ in range(30):
         call = int(numbers.uniform(0, 2_000_000))
         life = lives.live(faults={0: {"die_at_call": call}}, **settings)
@@ -172,11 +167,6 @@ def test_killed_thirty_times_with_a_store_that_fails(lives, undisturbed, survive
     life = lives.live(**settings)
     assert life.end() == [0], life.output
     assert_same_run(lives.copy(), undisturbed(1, **settings))
-    with capsys.disabled():
-        print(  # noqa: T201
-            f"\n{dict(ended)}, {dict(lives.bucket.done)} of {lives.bucket.requests} requests, "
-            f"{time.monotonic() - began:.0f} s"
-        )
     assert ended["killed"] >= 25
     assert ended["set up"] >= 10
     assert set(lives.bucket.done) == set(FAULTS)

@@ -12,7 +12,7 @@ from runs import assert_same_run, rows_of, status_of, tensors_of
 BAD = 7
 FAULTS = {
     "the gradient of one rank is NaN": {"nan_gradient": [BAD]},
-    "the loss of one micro-batch is infinite": {"infinite_loss": ([BAD], 1)},
+    "the loss of one micro-batch is infinite": {"infinite_loss": (BAD, 1)},
 }
 ROLLED_BACK = "the gradient of one rank is NaN in ten steps, and the run rolls back"
 LOST = 2
@@ -40,7 +40,7 @@ def test_a_bad_step_changes_nothing_on_any_rank(scene, survived, name):
 def test_ten_bad_steps_in_a_row_and_the_run_goes_back(scene, survived, tmp_path):
     """It ends as if the samples of these steps had never been there."""
     settings = {"bad_steps": "roll_back", "patience": 10, "steps": 30}
-    life = scene.live(faults={1: {"nan_until_left_out": list(range(8, 18))}}, **settings)
+    life = scene.live(faults={1: {"nan_gradient": list(range(8, 18))}}, **settings)
     assert life.end() == [0, 0], life.output
     assert "rolled back to step 5" in life.output
     spared = {"leave_out": (7 * GLOBAL_BATCH, 10 * GLOBAL_BATCH)}

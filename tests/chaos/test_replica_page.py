@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from replica_groups import HEARTBEAT_S
+from replica_groups import start_lighthouse
 from runs import Job, arguments, last_step, status_of
 
 import forgekit as fk
@@ -19,17 +19,6 @@ from forgekit.cli import recipes_folder
 
 ROWS, SEQ_LEN, KILLS = 64, 16, 4
 PAGE = Path(__file__).parents[2] / "docs" / "replicas.md"
-
-
-@pytest.fixture
-def lighthouse():
-    from torchft.coordination import LighthouseServer
-
-    heartbeat = int(1000 * HEARTBEAT_S)
-    options = {"min_replicas": 1, "join_timeout_ms": 20_000, "heartbeat_timeout_ms": heartbeat}
-    server = LighthouseServer(bind="127.0.0.1:0", **options)
-    yield server.address()
-    server.shutdown()
 
 
 def loop_of_the_page(folder):
@@ -67,14 +56,14 @@ def wait_for_step(job, out, step):
 
 @pytest.mark.chaos
 @pytest.mark.timeout(900)
-def test_the_loop_of_the_page_starts_a_lost_group_again(tmp_path, lighthouse):
-    loop, jobs = loop_of_the_page(tmp_path), {}
+def test_the_loop_of_the_page_starts_a_lost_group_again(tmp_path):
+    loop, lighthouse, jobs = loop_of_the_page(tmp_path), start_lighthouse(), {}
 
     def start(name, seed=0):
         command = loop.replace("group=a\n", f"group={name}\n").replace(
             " out=", f" seed={seed} out="
         )
-        variables = {"TORCHFT_LIGHTHOUSE": lighthouse}
+        variables = {"TORCHFT_LIGHTHOUSE": lighthouse.address()}
         log = tmp_path / f"{name}.log"
         jobs[name] = Job(["bash", "-c", command], log=log, variables=variables)
         return jobs[name]
@@ -96,3 +85,4 @@ def test_the_loop_of_the_page_starts_a_lost_group_again(tmp_path, lighthouse):
     finally:
         for job in jobs.values():
             job.kill()
+        lighthouse.shutdown()

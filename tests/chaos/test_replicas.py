@@ -30,7 +30,7 @@ def kill(job, kind, draw):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_twenty_kills_lose_nothing(tmp_path, seed, record_property):
+def test_twenty_kills_lose_nothing(tmp_path, seed):
     draw = random.Random(seed)
     stop = tmp_path / "stop"
     with groups(tmp_path, steps=10**6, seconds=0.1, stop_file=str(stop)) as run:
@@ -59,7 +59,6 @@ def test_twenty_kills_lose_nothing(tmp_path, seed, record_property):
             if number + 1 < KILLS:
                 spare = run.prepare(names[number + 1], 2)
             run.wait_until(lambda joined=joined: run.has_committed(joined), f"return of {name}")
-            print(f"kill {number} of {name}: {seconds[-1]:.2f} s")  # noqa: T201
         stop.touch()
         assert {name: job_of[name].end() for name in NAMES} == dict.fromkeys(NAMES, 0), run.output()
         steps = {name: run.result(name)["step"] for name in NAMES}
@@ -67,8 +66,4 @@ def test_twenty_kills_lose_nothing(tmp_path, seed, record_property):
         for name in NAMES:
             assert_undisturbed(run.result(name), steps[name])
         assert_each_sample_once(run.events(), steps["a"])
-    median = statistics.median(seconds)
-    shown = f"{steps['a']} steps; recovery: median {median:.2f} s, worst {max(seconds):.2f} s"
-    record_property("recovery", shown)
-    print(shown)  # noqa: T201
-    assert median <= HEARTBEAT_S + RECOVERY_S, sorted(seconds)
+    assert statistics.median(seconds) <= HEARTBEAT_S + RECOVERY_S, sorted(seconds)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 from chaos.scene import MOST_LOST, Scene, describe
 from chaos.survival import Outcome
 from runs import last_step, saved_step, status_of
+from saved import edit, flip, truncate
 
 
 @pytest.fixture(scope="module")
@@ -83,55 +82,29 @@ def test_the_run_directory_is_read_only_from_the_start(scene, stopped, survived)
     survived("the run directory is read-only from the start", outcome)
 
 
-def _truncate(newest: Path) -> None:
-    os.truncate(newest / "rank_00000.safetensors", 1000)
-
-
-def _flip(newest: Path) -> None:
-    file = newest / "rank_00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
-def _lose_shard(newest: Path) -> None:
-    (newest / "rank_00001.safetensors").unlink()
-
-
-def _lose_manifest(newest: Path) -> None:
-    (newest / "manifest.json").unlink()
-
-
-def _point_nowhere(newest: Path) -> None:
-    link = newest.parent / "latest"
+def _point_nowhere(link: Path) -> None:
     link.unlink()
     link.symlink_to("step_99999999")
 
 
 DAMAGES = {
-    # What was done, and the steps that it costs: the checkpoint before is one of step 20.
-    "the newest checkpoint is truncated": (_truncate, 1),
-    "a bit of the newest checkpoint flips": (_flip, 1),
-    "the newest checkpoint lacks a shard": (_lose_shard, 1),
-    "the newest checkpoint lacks its manifest": (_lose_manifest, 1),
-    "`latest` points nowhere": (_point_nowhere, 0),
+    # What was done to which file, and the steps it costs: the checkpoint before is of step 20.
+    "the newest checkpoint is truncated": (truncate, "rank_00000.safetensors", 1),
+    "a bit of the newest checkpoint flips": (flip, "rank_00001.safetensors", 1),
+    "the newest checkpoint lacks a shard": (Path.unlink, "rank_00001.safetensors", 1),
+    "the newest checkpoint lacks its manifest": (Path.unlink, "manifest.json", 1),
+    "`latest` points nowhere": (_point_nowhere, "../latest", 0),
 }
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(scene, stopped, survived, name):
-    damage, lost = DAMAGES[name]
+    damage, file, lost = DAMAGES[name]
     outcome = Outcome(ended="exit 0", status=status_of(stopped)["status"], lost=0)
-    damage(stopped / "checkpoints" / "step_00000021")
+    damage(stopped / "checkpoints" / "step_00000021" / file)
     assert scene.go_on() == 21 - lost
     survived(name, attrs.evolve(outcome, lost=lost))
-
-
-def _newer(stopped: Path) -> None:
-    manifest = stopped / "checkpoints" / "step_00000021" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps(content | {"format": content["format"] + 1}))
 
 
 FOREIGN = {
@@ -148,7 +121,7 @@ def test_a_checkpoint_that_does_not_belong_is_refused_and_kept(scene, stopped, s
     manifest = stopped / "checkpoints" / "step_00000021" / "manifest.json"
     right = manifest.read_text()
     if not settings:
-        _newer(stopped)
+        edit(manifest.parent, lambda content: content.update(format=content["format"] + 1))
     metrics = (stopped / "metrics.jsonl").read_bytes()
     life = scene.live(**settings)
     codes = life.end()

@@ -6,17 +6,16 @@ the recipes.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
-from chaos.scene import MOST_LOST, STANDARD, check_checkpoints
+from chaos.scene import MOST_LOST, RANK, STANDARD, check_checkpoints
 from chaos.survival import Outcome
 from runs import Job, arguments, last_step, saved_step, status_of
-
-from forgekit.cli import recipes_folder
 
 pytestmark = [pytest.mark.chaos, pytest.mark.timeout(300)]
 LONG = {"steps": 100}
@@ -24,7 +23,6 @@ AHEAD = 8
 """Steps to watch before a signal: more than ``save_every``, so that there is a checkpoint."""
 STUCK_AT = 60
 """The read of rows that never ends: two of them are for a step, and some are ahead."""
-PRETRAIN = recipes_folder() / "pretrain.py"
 PASS_ON = "--signals-to-handle=SIGTERM,SIGINT,SIGUSR1"
 
 
@@ -33,11 +31,12 @@ def start(scene, tmp_path):
     """Start the run under torchrun with these options; wait for some steps and a checkpoint."""
     jobs = []
 
-    def begin(*options, recipe=PRETRAIN, until=None):
+    def begin(*options, faults=None, until=None):
         given = STANDARD | {"data__path": scene.tokens, "out": scene.out} | LONG
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *options]
-        command = [sys.executable, *torchrun, str(recipe), *arguments(**given)]
-        jobs.append(Job(command, log=tmp_path / "torchrun.log"))
+        command = [sys.executable, *torchrun, str(RANK), "pretrain", *arguments(**given)]
+        variables = {"FORGEKIT_TEST_FAULTS": json.dumps(faults or {})}
+        jobs.append(Job(command, log=tmp_path / "torchrun.log", variables=variables))
         jobs[-1].wait_for(
             until or (lambda: last_step(scene.out) >= AHEAD and saved_step(scene.out)),
             f"step {AHEAD} and a checkpoint",
@@ -115,22 +114,11 @@ def test_torchrun_ends_when_a_rank_is_killed(scene, start, survived):
     survived("rank 1 alone, under torchrun", outcome)
 
 
-STUCK = """
-import os, pathlib, sys
-sys.path.insert(0, {tests!r})
-from chaos import faults
-mark = pathlib.Path({mark!r})
-stuck = {{"stuck_read": ({number}, str(mark))}} if os.environ["RANK"] == "1" else {{}}
-faults.run("pretrain", {{"impatient": 1.0, **stuck}})
-"""
-
-
 def test_a_rank_that_waits_for_data_gives_up_within_the_grace(scene, start, survived, tmp_path):
     """It never gets to the vote, and the other rank waits for it."""
-    recipe, mark = tmp_path / "stuck.py", tmp_path / "mark"
-    tests = str(Path(__file__).parents[1])
-    recipe.write_text(STUCK.format(tests=tests, mark=str(mark), number=STUCK_AT))
-    job = start(recipe=recipe, until=lambda: mark.exists() and saved_step(scene.out))
+    mark, patience = tmp_path / "mark", {"impatient": 1.0}
+    faults = {0: patience, 1: {**patience, "stuck_read": (STUCK_AT, str(mark))}}
+    job = start(faults=faults, until=lambda: mark.exists() and saved_step(scene.out))
     job.process.send_signal(signal.SIGTERM)
     reason = "SIGTERM, and another rank has given up"
     outcome = survive(scene, job, lost=MOST_LOST, reason=reason)
