@@ -189,6 +189,18 @@ def compare(reports: Sequence[Report]) -> list[Any]:
     return next((r.stated["sums", "", ()] for r in reports if ("sums", "", ()) in r.stated), [])
 
 
+def compare_modules(name: str = "the end of loss_fn", *_: Any) -> None:
+    """Raise on every rank if they are not at the same module; a small collective."""
+    names = exchange(name)
+    if other := next((rank for rank, one in enumerate(names) if one != names[0]), 0):
+        raise ValueError(
+            f"ranks run different modules: rank 0 is at {names[0]} and rank {other} at "
+            f"{names[other]}. FSDP pairs the collectives of ranks by their order, so that "
+            "gradients would be wrong, or ranks wait for each other. Run the same modules on all "
+            "ranks: draw blocks to skip from a torch.Generator with one seed for all of them."
+        )
+
+
 def difference(known: Iterable[Any], new: Iterable[Any]) -> str:
     """Which names are missing and which are new, for an error."""
     before, now = (

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import attrs
 from tensordict import TensorDictBase
@@ -21,12 +20,10 @@ from forgekit.parallel.agreement import exchange
 from forgekit.parallel.fsdp import FsdpModules, watching_shards
 from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
-from forgekit.steps.audit.agreement import digest_rows
+from forgekit.steps.audit.agreement import compare_modules, digest_rows
 from forgekit.steps.audit.plan import check_plan
 from forgekit.steps.audit.positions import check_positions
 from forgekit.steps.micro_batch import LossFn, check_output
-
-END = "the end of loss_fn"
 
 
 @attrs.define
@@ -70,13 +67,13 @@ class Audit:
                 here = {name: m for name, m in model.named_modules() if m in gathered}
                 # Ranks without experts have no module to gather there.
                 for name in set(here).intersection(*exchange(list(here))):
-                    compare = partial(_compare, name or type(model).__name__)
+                    compare = partial(compare_modules, name or type(model).__name__)
                     # In front of FSDP's own hook.
                     hook = here[name].register_forward_pre_hook(compare, prepend=True)
                     hooks.enter_context(hook)
             yield
         if compares:
-            _compare(END)
+            compare_modules()
 
     def look(self, batch: TensorDictBase) -> None:
         """Take the first micro-batch, whole sequences, before the model does.
@@ -114,14 +111,3 @@ def auditing(
             yield proofs
     else:
         yield proofs
-
-
-def _compare(name: str, *_: Any) -> None:
-    names = exchange(name)
-    if other := next((rank for rank, one in enumerate(names) if one != names[0]), 0):
-        raise ValueError(
-            f"ranks run different modules: rank 0 is at {names[0]} and rank {other} at "
-            f"{names[other]}. FSDP pairs the collectives of ranks by their order, so that "
-            "gradients would be wrong, or ranks wait for each other. Run the same modules on all "
-            "ranks: draw blocks to skip from a torch.Generator with one seed for all of them."
-        )

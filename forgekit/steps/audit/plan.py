@@ -44,6 +44,7 @@ from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.parallel.layout import full
 from forgekit.parallel.tensor.styles import ROUTED, take_whole
 from forgekit.state import Layout, TrainState
+from forgekit.steps.audit.agreement import compare_modules
 from forgekit.steps.audit.positions import beside_the_step, first_rows
 from forgekit.steps.micro_batch import LossFn, compute_loss, take_part
 from forgekit.steps.pipelined import evaluate_staged
@@ -226,7 +227,9 @@ class _Proof:
         name = self._names[module]
         self._calls[name, self.is_whole] += 1
         call = f"{name} {self._calls[name, self.is_whole]}"
-        shown = repr(name or type(module).__name__)
+        at = name or type(module).__name__
+        shown = repr(at)
+        self._meet(at)  # before its parameters are gathered
         inputs = _Inputs(is_inner=self._depth > 0)
         self._depth += 1
         copies: dict[Tensor, Tensor] = {}  # of tied parameters one
@@ -241,6 +244,7 @@ class _Proof:
             torch.manual_seed(0)  # what draws in evaluation too draws the same in both passes
             output = module.forward(*args, **kwargs)
             tensors = _floating(output)
+            self._meet(f"the end of {at}")
             if not self._is_alike(tensors):  # other audits say so
                 tensors = []
             for number, tensor in enumerate(tensors):
@@ -289,6 +293,10 @@ class _Proof:
                 return
             gap = "differs from that of one rank"
         self.problem = self.problem or f"{shown} {gap}"
+
+    def _meet(self, at: str) -> None:
+        if self.layout.stages is None:  # whose ranks run other modules
+            compare_modules(at)
 
     def _is_alike(self, tensors: list[Tensor]) -> bool:
         """Whether the ranks return alike tensors: else they would wait for each other."""
