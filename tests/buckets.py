@@ -18,7 +18,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
 from unittest import mock
-from urllib.request import urlopen
 
 import s3fs
 from moto.server import ThreadedMotoServer
@@ -57,9 +56,15 @@ class Bucket:
     @property
     def fs(self) -> s3fs.S3FileSystem:
         """Its file system, past the proxy."""
-        url = "http://{}:{}".format(*self.server)
-        keys = {"key": "x", "secret": "y", "endpoint_url": url}
-        return s3fs.S3FileSystem(**keys, use_listings_cache=False, skip_instance_cache=True)
+        host, port = self.server
+        url = f"http://{host}:{port}"
+        return s3fs.S3FileSystem(
+            key="x",
+            secret="y",
+            endpoint_url=url,
+            use_listings_cache=False,
+            skip_instance_cache=True,
+        )
 
     def heal(self) -> None:
         """Let nothing go wrong any more, and forget what did."""
@@ -108,13 +113,19 @@ class _Proxy(BaseHTTPRequestHandler):
 
     def _forward(self, body: bytes, fault: str | None) -> None:
         line = http.client.HTTPConnection(*self.bucket.server)
-        kept = {n: v for n, v in self.headers.items() if n.lower() not in ("expect", "connection")}
-        part = body[: len(body) // 2] if fault == "torn" else body
-        line.request(self.command, self.path, part or None, kept)
+        line.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+        for name, value in self.headers.items():
+            if name.lower() not in ("expect", "connection"):
+                line.putheader(name, value)
+        line.endheaders()
         if fault == "torn":
+            with suppress(OSError):
+                line.send(body[: len(body) // 2])
             line.close()
             self.close_connection = True
             return
+        if body:
+            line.send(body)
         response = line.getresponse()
         content = response.read()
         line.close()
@@ -153,8 +164,10 @@ def open_bucket() -> Iterator[Bucket]:
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
     bucket = Bucket(moto.get_host_and_port())
-    reset = "http://{}:{}/moto-api/reset".format(*bucket.server)
-    urlopen(reset, data=b"").close()  # all servers of a process have the same buckets
+    line = http.client.HTTPConnection(*bucket.server)
+    line.request("POST", "/moto-api/reset")  # all servers of a process have the same buckets
+    assert line.getresponse().status == 200
+    line.close()
     handler = type("Handler", (_Proxy,), {"bucket": bucket})
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     proxy.daemon_threads = True

@@ -229,7 +229,7 @@ PARTS = {
     "'layers.0.feed_forward.experts' has": lambda: build(spec=attrs.evolve(WIDE, moe=MOE)),
     "'dropout' has dropout": lambda: build(spec=attrs.evolve(WIDE, dropout=0.1)),
     "takes neither dropout nor a packed base": lambda: build(lora={**LORA, "base": "nf4"}),
-    "Mine computes otherwise": lambda: MINE(WIDE, batch_invariant=True),
+    "Mine does not compute as": lambda: MINE(WIDE, batch_invariant=True),
 }
 
 
