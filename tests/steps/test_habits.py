@@ -5,12 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from covering import in_turn
-from lab import alone, full_tensors, is_kept, lay_out, mean_gradients, relative_error
+from lab import (
+    alone,
+    full_tensors,
+    is_kept,
+    lay_out,
+    logits_loss,
+    mean_gradients,
+    relative_error,
+)
 from pool import run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 
 import forgekit as fk
+from forgekit.model.layers import Block
 
 WIDTH, WORDS = 8, 10
 PLAN = {"embed": "embedding", "layers.*.0": "colwise", "layers.*.2": "rowwise", "top": "colwise"}
@@ -197,7 +206,7 @@ def test_blocks_that_micro_batches_skip_are_exact(skips, precision):
 APART = {
     "all blocks": (
         [[(0, 0), (1, 0)], []],
-        r"rank 0 is at the end of (loss_fn|FSDP_Model) and rank 1 at layers\.0",
+        r"rank 0 is at (the end of loss_fn|top) and rank 1 at layers\.0",
     ),
     # Two calls of the model come before it where a plan is proved.
     "in the step alone": ([[], [(0, 2)]], r"rank 0 is at layers\.0 and rank 1 at layers\.1"),
@@ -206,7 +215,7 @@ APART = {
 
 def _apart(rank, world, layout, case):
     skips, message = APART[case]
-    with pytest.raises(ValueError, match=rf"ranks run different modules: {message}\. FSDP pairs"):
+    with pytest.raises(ValueError, match=rf"different modules: {message}\. Ranks pair"):
         _gradients(_state(layout, _Model(skips[rank]).double()))
 
 
@@ -216,3 +225,49 @@ def _apart(rank, world, layout, case):
 )
 def test_blocks_that_ranks_skip_apart_are_refused(layout, case):
     run_again(_apart, 2, layout, case)
+
+
+class _Leaving(Block):
+    """A block that leaves out one of its parts where ``is_left`` says so."""
+
+    part, is_left = "", staticmethod(lambda module: False)
+
+    def forward(self, x, cos, sin, doc_ids=None, *routing):
+        is_left = self.is_left(self)
+        if not (is_left and self.part == "attention"):
+            x = x + self.attention(self.attention_norm(x), cos, sin, doc_ids)
+        if not (is_left and self.part == "feed_forward"):
+            x = x + self.feed_forward(self.feed_forward_norm(x), *routing)
+        return x
+
+
+PARTS = {
+    "cp": ({"cp": 2, "dp_shard": 1}, "attention"),
+    "tp": ({"tp": 2, "dp_shard": 1}, "attention"),
+    "ep": ({"ep": 2, "dp_shard": 2}, "feed_forward"),
+}
+"""Ranks of a layout, and a part of a block in which they meet."""
+WHEN = {"in training": lambda module: module.training, "always": lambda module: True}
+
+
+def _part_apart(rank, world, layout, when):
+    sizes, part = PARTS[layout]
+    moe = fk.MoESpec(experts=4, top_k=2, ffn_dim=8) if layout == "ep" else None
+    spec = fk.TransformerSpec(
+        vocab_size=WORDS, dim=8, layers=2, heads=2, kv_heads=2, ffn_dim=8, max_seq_len=8, moe=moe
+    )
+    model = fk.Transformer(spec).double()
+    block = model.layers[0]
+    block.__class__, block.part = _Leaving, part
+    if rank == 1:
+        block.is_left = WHEN[when]
+    state = lay_out(model, sizes)
+    batch = TensorDict(dict.fromkeys(("input_ids", "labels"), torch.ones(1, 8).long()), [1])
+    with pytest.raises(ValueError, match=rf"ranks run different modules: .*layers\.0\.{part}"):
+        fk.accumulate(state, [batch], logits_loss)
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize("layout", PARTS)
+def test_parts_of_a_block_that_ranks_skip_apart_are_refused(layout, when):
+    run_again(_part_apart, 2, layout, when)

@@ -195,9 +195,9 @@ def compare_modules(name: str = "the end of loss_fn", *_: Any) -> None:
     if other := next((rank for rank, one in enumerate(names) if one != names[0]), 0):
         raise ValueError(
             f"ranks run different modules: rank 0 is at {names[0]} and rank {other} at "
-            f"{names[other]}. FSDP pairs the collectives of ranks by their order, so that "
-            "gradients would be wrong, or ranks wait for each other. Run the same modules on all "
-            "ranks: draw blocks to skip from a torch.Generator with one seed for all of them."
+            f"{names[other]}. Ranks pair their collectives by order alone, so that gradients would "
+            "be wrong, or ranks wait for each other. Run the same modules on all ranks: draw "
+            "blocks to skip from a torch.Generator with one seed for all of them."
         )
 
 

@@ -46,31 +46,38 @@ class Audit:
     def looking_at(self, batch: TensorDictBase) -> Iterator[None]:
         """Look at a first micro-batch, whole sequences, and at its forward pass inside.
 
-        FSDP pairs the collectives of ranks by their order and by nothing else. Where one rank skips
-        a block that another runs, shards of two blocks meet, or ranks wait for each other. So each
-        module is compared before FSDP gathers it: a small collective of objects, which pairs with
-        that of another rank whatever that one runs.
+        Ranks pair their collectives by order and by nothing else. Where one skips a block that
+        another runs, shards of two blocks meet, or ranks wait for each other. So each module that
+        gathers its parameters, or shares sequences, matrices or experts, is compared before it
+        runs: a small collective of objects, which pairs with that of any other module.
 
         Raises:
             TypeError: If the model or a module that FSDP wraps returns a TensorDict.
             ValueError: On every rank, if they run different modules, or see ``look``.
         """
-        self.look(batch)
         model, gathered = self._state.model, set(self._sharded)
         # Compiled code runs in place of hooks.
         is_compiled = any(m._compiled_call_impl is not None for m in model.modules())
         compares = self._is_due and not is_compiled
         with ExitStack() as hooks:
-            for module in (model, *gathered):
-                hooks.enter_context(module.register_forward_hook(check_output))
             if compares:
-                here = {name: m for name, m in model.named_modules() if m in gathered}
+                layout = self._state.layout
+                sockets = {"attend": layout.context, "dispatch": layout.experts}
+                meeting = {socket for socket, ranks in sockets.items() if ranks > 1}
+                here = {
+                    name: module
+                    for name, module in model.named_modules()
+                    if module in gathered or name in layout.styles or meeting & vars(module).keys()
+                }
                 # Ranks without experts have no module to gather there.
                 for name in set(here).intersection(*exchange(list(here))):
                     compare = partial(compare_modules, name or type(model).__name__)
                     # In front of FSDP's own hook.
                     hook = here[name].register_forward_pre_hook(compare, prepend=True)
                     hooks.enter_context(hook)
+            self.look(batch)
+            for module in (model, *gathered):
+                hooks.enter_context(module.register_forward_hook(check_output))
             yield
         if compares:
             compare_modules()

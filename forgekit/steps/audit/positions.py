@@ -30,6 +30,7 @@ from forgekit.parallel.agreement import exchange, raise_together
 from forgekit.parallel.context.context_parallel import locate_slice, with_sockets
 from forgekit.parallel.layout import world_of
 from forgekit.state import Layout, TrainState, layout_of
+from forgekit.steps.audit.agreement import compare_modules
 from forgekit.steps.losses import Loss
 from forgekit.steps.micro_batch import LossFn, compute_loss, evaluating, take_part
 from forgekit.steps.pipelined import evaluate_staged
@@ -161,6 +162,7 @@ def _run(
             hooks.enter_context(root.register_forward_hook(note))
         if layout.stages is None:
             compute_loss(state.model, take_part(batch, layout, state.targets.device), noting)
+            compare_modules("the end of a short pass")
         else:
             evaluate_staged(attrs.evolve(state, layout=layout), [batch], noting)
     return seen, losses[-1] if losses else None  # before it those of a pipeline's rehearsal
