@@ -151,7 +151,9 @@ class LocalStorage:
     def names(self, step: int | None = None) -> list[str]:
         """List the directory, or a checkpoint's folder; nothing if it is not there."""
         folder = self.directory if step is None else self.path(step)
-        return os.listdir(folder) if folder.exists() else []  # Paths would cost ten times as much
+        # A link to a disk that is not mounted is there, and raises: what it holds is not known.
+        # Paths would cost ten times as much.
+        return os.listdir(folder) if os.path.lexists(folder) else []
 
     def opened(self, step: int, name: str) -> BinaryIO:
         """Open a file of a checkpoint."""

@@ -126,6 +126,13 @@ def test_without_a_checkpoint_the_state_itself_comes_back(tmp_path, caplog, wher
     assert "is a checkpoint itself; name the folder that holds it" in load(half)
 
 
+def test_a_link_to_a_disk_that_is_not_there_is_no_run_without_checkpoints(tmp_path):
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "disk")
+    assert "No such file or directory" in load(tmp_path / "checkpoints")
+    (tmp_path / "step_00000003").symlink_to(tmp_path / "disk")
+    assert "No such file or directory" in load(tmp_path)
+
+
 def pipes(folder):
     for path in [*folder.iterdir()]:
         path.unlink()
