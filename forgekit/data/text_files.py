@@ -47,6 +47,9 @@ SUFFIXES = (
 FETCHED_BYTES = 2**23
 """Of a file behind a URL, by one request."""
 
+DAMAGED = 2**62
+"""The position in a file behind its damage, from which nothing more is read."""
+
 # lib2to3 left the standard library in 3.13
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3"}
 
@@ -227,6 +230,8 @@ def json_objects(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _located(file: File, position: int, number: int, key: str) -> Iterator[Located]:
+    if position == DAMAGED:
+        return iter(())
     suffix = _plain_suffix(file)
     if suffix == ".jsonl":
         return _lines(file, position, number, partial(_text_of_line, key=key))
@@ -345,7 +350,7 @@ def _until_damage(located: Iterator[Located], file: File) -> Iterator[Located]:
         def read() -> str:
             raise damage
 
-        yield str(file), read, (2**62, 0), file.stat().st_size
+        yield str(file), read, (DAMAGED, 0), file.stat().st_size
 
 
 def _damage_of(file: File, error: Exception) -> ValueError:

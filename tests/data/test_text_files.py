@@ -142,7 +142,10 @@ def test_compressed_texts_are_read_resumed_and_named_by_line(tmp_path, suffix):
     assert [len(list(documents.read(part=part, parts=2))) for part in range(2)] == [151, 151]
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst"])
+ARCHIVES = ["a.jsonl.gz", "a.jsonl.zst", "a.txt.gz", "a.txt.zst", "a.parquet"]
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
 def test_a_damaged_archive_is_named_and_skipped_as_a_whole(tmp_path, name):
     line = b'{"text": "a text of some length"}\n'
     compressed(tmp_path / name, bytes(range(33, 127)) * 900 if "txt" in name else line * 9000)
@@ -152,9 +155,11 @@ def test_a_damaged_archive_is_named_and_skipped_as_a_whole(tmp_path, name):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=rf"{name} cannot be read: .*\. Write it again"):
             list(text_documents(tmp_path))
-        *_, damaged, last = text_documents(tmp_path, errors="skip").read()
+        documents = text_documents(tmp_path, errors="skip")
+        *_, damaged, last = documents.read()
         assert damaged.problem is not None
         assert last.content == "whole"
+        assert list(documents.read(damaged.after)) == [last]
 
 
 LINES = st.one_of(
