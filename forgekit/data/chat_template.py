@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forgekit.checks import brief, quoted
+from forgekit.data.tokenizer import without_limits
 
 Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[Sequence[Message], bool], str]
@@ -63,8 +64,15 @@ class ChatEncoder:
     turn_by_turn: bool = False
     _proved: set[Any] = attrs.field(factory=set, init=False)
     _special: set[int] = attrs.field(factory=set, init=False)
+    _backend: Any = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        # Some tokenizers trim white space off the offsets; tokens of it would not be trained.
+        text = self.tokenizer.backend_tokenizer.to_str()
+        text = text.replace('"trim_offsets":true', '"trim_offsets":false')
+        whole = type(self.tokenizer.backend_tokenizer).from_str(text)
+        whole.encode_special_tokens = self.tokenizer.split_special_tokens
+        self._backend = without_limits(whole)
         added = self.tokenizer.added_tokens_decoder
         special = (id for id in added if added[id].special)
         self._special = {*self.tokenizer.all_special_ids, *special}
@@ -208,10 +216,8 @@ class ChatEncoder:
         return Example(name, np.asarray(ids, dtype=np.int32), trained, shared)
 
     def _encode(self, text: str, special: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        encoded = self.tokenizer(
-            text, add_special_tokens=special, return_offsets_mapping=True, verbose=False
-        )
-        return encoded["input_ids"], encoded["offset_mapping"]
+        encoded = self._backend.encode(text, add_special_tokens=special)
+        return encoded.ids, encoded.offsets
 
 
 def common_messages(one: Sequence[Any], other: Sequence[Any]) -> int:

@@ -44,6 +44,7 @@ def _base() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # as GPT-NeoX does
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=["<s>", "</s>", "<|im_start|>", "<|im_end|>"],
