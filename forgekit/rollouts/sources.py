@@ -270,13 +270,14 @@ class RedisSource:
     def _look_back(self) -> Message | None:
         """The next message of this consumer that is neither held here nor acknowledged."""
         while self._looked_back is not None:
+            held = {*self._held}  # before the reply: another thread may acknowledge some behind it
             entries = self._entries(self._looked_back, count=64)
             self._looked_back = None
             for id_, fields in entries:
                 self._looked_back = id_
                 if not fields:  # deleted by hand
                     self.acknowledge([id_])
-                elif id_ not in self._held:
+                elif id_ not in held:
                     return self._hold(id_, fields)
         return None
 

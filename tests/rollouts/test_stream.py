@@ -160,6 +160,20 @@ def test_a_lost_reply_is_read_again():
     assert numbers(next(stream)) == [0]
 
 
+def test_what_is_acknowledged_while_a_thread_looks_back_is_not_read_again(monkeypatch):
+    redis = filled(1)
+    source, reply = RedisSource(redis), redis.xreadgroup
+    (first,) = filter(None, (source.read(0.01) for _ in range(2)))
+
+    def then_acknowledged(*arguments: Any, **options: Any) -> Any:
+        rows = reply(*arguments, **options)
+        source.acknowledge([first.id])
+        return rows
+
+    monkeypatch.setattr(redis, "xreadgroup", then_acknowledged)
+    assert source.read(0.01) is None
+
+
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_bad_step_gives_its_messages_back_and_a_spoiled_one_is_set_aside(saved):
     redis, seen = ended(filled(4)), list[Any]()
