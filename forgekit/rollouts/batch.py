@@ -107,7 +107,7 @@ def rollout_batch(
         TensorDict of ``[b s]``: ``input_ids``, ``labels`` (shifted, -100 where nothing is trained),
         ``log_probs``, ``advantages`` and ``rewards`` (of a token's text) float32, ``versions``
         int64, ``lengths`` int64 (trained tokens of a token's text), ``doc_ids`` (-1 on padding) and
-        ``position_ids``. Of no prompt one row of padding.
+        ``position_ids``. Where no text has two tokens, one row of padding.
 
     Raises:
         ValueError: If a text does not begin with its prompt, numbers do not fit, a log-probability
@@ -120,8 +120,6 @@ def rollout_batch(
         >>> batch["labels"].tolist(), batch["advantages"].tolist()
         ([[7, 8], [9, -100]], [[1.0, 1.0], [-1.0, 0.0]])
     """
-    if not len(prompts):
-        return _padding(rows or 1, pad_to or 1)
     if advantages is None:
         advantages = group_advantages(rewards, groups, scale=scale)
     if versions is None or isinstance(versions, int):
@@ -131,6 +129,8 @@ def rollout_batch(
     answers = enumerate(zip(*columns_of, strict=True))
     texts = [_text(number, *answer) for number, answer in answers]
     sizes = [len(text["input_ids"]) for text in texts]
+    if not any(sizes):
+        return _padding(rows or 1, pad_to or 1)
     width = pad_to or max(sizes)
     bins = pack(sizes, width, long="error")
     columns: dict[str, list[Tensor]] = {}

@@ -316,6 +316,14 @@ def test_a_batch_holds_the_sampled_ids_and_its_metrics_are_means_over_answers():
         assert means["rollout/length"] == pytest.approx((2 + 1 + 1) / 3)
 
 
+@pytest.mark.parametrize("prompts", [[], [[5], [6]]])
+def test_without_a_position_to_train_there_is_a_row_of_padding(prompts):
+    empty = SimpleNamespace(ids=prompts, log_probs=[[] for _ in prompts])
+    batch = rollout_batch(prompts, empty, [1.0] * len(prompts), prompts and [0, 0], pad_to=3)
+    assert batch["labels"].tolist() == [[-100] * 3]
+    assert float(grpo_loss(batch["log_probs"], batch).count) == 0
+
+
 def test_a_mistyped_word_is_refused_where_it_would_choose_another_loss():
     with pytest.raises(ValueError, match="'kind' must be in"):
         KL(0.1, "K3")
