@@ -105,7 +105,8 @@ class ChatEncoder:
         def render(some: Sequence[Message], is_prompt: bool) -> str:
             return self._render(name, some, tools, is_prompt)
 
-        shape = (first, bool(tools), *((m["role"], *sorted(m)) for m in messages))
+        words = ((m["role"], bool(m.get("content")), *sorted(m)) for m in messages)
+        shape = (first, bool(tools), *words)
         if shape not in self._proved:
             self._prove(name, messages, numbers, render)
             self._proved.add(shape)
@@ -166,6 +167,13 @@ class ChatEncoder:
                 "add_generation_prompt in the template."
             )
         end = self._end_of_turn(name, messages[turn], upto, len(before), turn)
+        written, calls = upto[len(before) : end], messages[turn].get("tool_calls") or ()
+        called = [call.get("function") or call for call in calls if isinstance(call, dict)]
+        if lost := [call["name"] for call in called if (call.get("name") or "") not in written]:
+            raise ValueError(
+                f"{name}: the chat template leaves out the call of {quoted(lost)} in message "
+                f"{turn}, so a model learns to say nothing there. Mend the template."
+            )
         return upto[:end], (len(before), end)
 
     def _end_of_turn(self, name: str, message: Message, upto: str, start: int, turn: int) -> int:
@@ -186,7 +194,8 @@ class ChatEncoder:
     ) -> None:
         """Raise if words of the assistant change the text outside of its own turn."""
         for turn in turns:
-            if not isinstance(messages[turn].get("content"), str):
+            content, calls = (messages[turn].get(key) for key in ("content", "tool_calls"))
+            if content is None or (calls and not content):
                 continue
             seen = set()
             for words in PROBES:

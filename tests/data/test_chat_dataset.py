@@ -121,14 +121,25 @@ def test_the_ids_are_the_templates_and_a_turns_words_and_its_end_are_trained(tem
         assert example.trained[start:stop].all()
 
 
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "with": [2, 2]}]}
+
+
 def test_tool_calls_are_trained_and_their_results_are_not():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "with": [2, 2]}]}
-    chat = [USER, call, {"role": "tool", "content": "4"}, ANSWER]
+    chat = [USER, CALL, {"role": "tool", "content": "4"}, ANSWER]
     (example,) = _encode(TOOLS, chat, tools=[{"name": "add"}])
     text = _trained_text(_tokenizer(TOOLS), example)
     assert text == (
         '<call>{"name": "add", "with": [2, 2]}</call><|im_end|>Four, I think.<|im_end|>'
     )
+
+
+@pytest.mark.parametrize("silent", [None, ""])
+def test_words_beside_a_tool_call_are_proved_whatever_stood_in_lines_before(silent):
+    either = TOOLS.replace("m.content or ''", "m.content if not m.tool_calls")  # as Llama 3.1 does
+    encoder = ChatEncoder(_tokenizer(either))
+    encoder.conversation("line:1", [USER, {**CALL, "content": silent}])
+    with pytest.raises(ValueError, match=r"line:2: other words .* or do not appear in it"):
+        encoder.conversation("line:2", [USER, {**CALL, "content": "Let me see."}])
 
 
 def test_a_template_that_forgets_reasoning_is_refused_or_rendered_turn_by_turn():
@@ -162,6 +173,7 @@ REFUSED = {  # a change of the template, and messages
     "or do not appear in it": (
         *(WORDS, "{% if m.role == 'user' %}{{ m.content }}{% endif %}", TO_PROVE),
     ),
+    'leaves out the call of "add" in message 1': ("", "", [USER, {**CALL, "content": ""}]),
     "cannot be rendered: no": (WORDS, "{{ raise_exception('no') }}", TO_PROVE),
     'no assistant\'s turn to train; its roles are "user"': ("", "", [USER]),
     "messages hold 'hello'": ("", "", "hello"),
