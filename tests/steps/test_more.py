@@ -181,3 +181,20 @@ def refusals(rank, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_totals_that_cannot_go_on_are_refused(world):
     run_again(refusals, world)
+
+
+def seeds(rank, world, layout):
+    """What each of two micro-batches begins to draw from, on this rank."""
+    state, seen = lay_out(fk.Transformer(EVEN), layout), []
+
+    def loss_fn(model, batch):
+        seen.append(torch.initial_seed())
+        return loss_of(model, batch)
+
+    fk.accumulate(state, rows(state)[:2], loss_fn, audit=False)
+    return seen[-2:]  # before them a pipeline rehearses
+
+
+@pytest.mark.parametrize(("name", "count"), [("dp_shard", 4), ("cp", 4), ("pp", 4), ("tp", 2)])
+def test_dropout_draws_other_numbers_for_other_rows_positions_and_layers(name, count):
+    assert len({seed for by_rank in run_again(seeds, 2, {name: 2}) for seed in by_rank}) == count
