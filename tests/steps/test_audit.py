@@ -329,6 +329,22 @@ def test_one_switch_leaves_out_all_proofs_of_a_first_step():
     assert run_again(_own_loop, 2, False) == ["", ""]
 
 
+def _options_apart(rank, world):
+    apart = {
+        "max_norm": {"max_norm": 1.0 + rank},
+        "spikes": {"spikes": fk.SpikeLimit(6.0 + rank)},
+        "learning rate": {"schedule": fk.constant(0.1 + rank)},
+    }
+    state = lay_out(_Model().double())
+    for name, options in apart.items():
+        step = fk.make_step(_loss, **{"schedule": fk.constant(0.1), **options})
+        assert _keeps(state, step, vectors(rank), ValueError, f"^ranks differ in {name}: ")
+
+
+def test_ranks_whose_steps_have_other_options_are_refused():
+    run_ranks(_options_apart, 2)
+
+
 def _rows_by_rank(rank, world, name):
     state = lay_out(fk.Transformer(attrs.evolve(SPEC, vocab_size=38)).double(), {name: 2})
     match = rf"along {name} only, .* forgekit.data_ranks\(mesh\)"
