@@ -98,6 +98,11 @@ def own_loss(model, batch, **fields):
     return fk.Loss(loss.sum, loss.count, **fields)
 
 
+def mixed(model, batch):
+    """A likelihood in the last micro-batch alone."""
+    return (own_loss if len(batch) == 5 else logits_loss)(model, batch)
+
+
 def balanced(model, batch):
     return logits_loss(model, batch).with_mean(torch.tensor(2.0), weight=0.5)
 
@@ -116,6 +121,7 @@ LIKELIHOODS = {
     "by source": (fk.losses_by_source(logits_loss, ("a",)), True),
     "of a user, who says so": (partial(own_loss, is_nll=True), True),
     "of a user": (own_loss, False),
+    "in one micro-batch alone": (mixed, False),
     "a term beside it": (balanced, False),
     "a z-loss in the head": (head_with_z_loss, False),
 }
