@@ -21,6 +21,12 @@ LAYING_OUT = {
         {"layers": (2, 4)},
         {},
     ),
+    "on meta on one rank": (
+        {"dp_shard": 2},
+        "model: .* 0 on meta .* on rank 0, .* 25 on meta .* on rank 1",
+        {},
+        {"device": ("cpu", "meta")},
+    ),
     "other ways to share a sequence": (
         {"cp": 2},
         "context_parallel: 'ring' on rank 0, 'ulysses' on",
@@ -53,9 +59,11 @@ def _of(rank, values):
 
 def _laid_out(rank, world, name):
     sizes, match, changes, options = LAYING_OUT[name]
-    model = fk.Transformer(spec_of(Row({}), **_of(rank, changes)))
+    options = _of(rank, options)
+    with torch.device(options.pop("device", "cpu")):
+        model = fk.Transformer(spec_of(Row({}), **_of(rank, changes)))
     with pytest.raises(ValueError, match=match):
-        lay_out(model, {"dp_shard": 1, **sizes}, **_of(rank, options))
+        lay_out(model, {"dp_shard": 1, **sizes}, **options)
 
 
 def _stepped(rank, world, name):
