@@ -282,3 +282,9 @@ def test_rows_that_would_be_left_out_are_refused():
     batch = rows()
     with pytest.raises(ValueError, match=r"doc_ids has shape \(1, 24, 1\) and labels \(4, 24\)"):
         fk.document_log_probs(torch.zeros(4, 24, 40), batch["labels"], batch["doc_ids"][:1])
+
+
+def test_padding_is_not_scored_whatever_its_labels():
+    labels, doc_ids = torch.tensor([[2, 1, 3, 3]]), torch.tensor([[0, 1, 1, -1]])
+    found = fk.document_log_probs(torch.zeros(1, 4, 4), labels, doc_ids)
+    assert found.counts.tolist() == [[1, 2, 0, 0]]

@@ -278,6 +278,7 @@ OTHERS = {
         {"part": _other_sizes},
         r"steps of \[\(6, 2\)\] \(micro-batches, rows in each\)",
     ),
+    "another step": ({"at": {"step": 2, "samples": 12}}, "adds up something else than the others"),
     "no loss": ({"totals": {"problem": "a loss of means only"}}, "a loss of means only"),
 }
 
@@ -286,7 +287,8 @@ OTHERS = {
 def test_a_newcomer_that_does_otherwise_is_refused_and_the_others_go_on(batches, case):
     changes, message = OTHERS[case]
     states = [trained(1, batches)[0], build()]
-    states[1] = fk.donate(states[1], step=1, samples=6)  # as one that was given the state
+    at = changes.get("at", {"step": 1, "samples": 6})  # as one that was given the state
+    states[1] = fk.donate(states[1], **at)
     parts = shares(batches, 2, 2)
     changes.get("part", lambda part: None)(parts[1])
     first = fk.accumulate(states[0], parts[0], logits_loss)
