@@ -20,10 +20,13 @@ from runs import (
     run_here,
     saved_step,
     status_of,
+    tensors_of,
 )
+from saved import assert_same
 
 import forgekit as fk
 from forgekit.cli import main, recipes_folder
+from forgekit.config import keys_of
 from forgekit.terminal import printable
 
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef twice(a):\n    return add(a, a)\n\n\n"
@@ -287,6 +290,19 @@ def test_a_recipe_is_read_without_opening_the_library(name):
     assert text.endswith(f"\ndef main():\n{end}") or name in OWN_MAIN
 
 
+def test_a_recipe_reads_each_of_its_keys():
+    """One that no line reads would be ignored in silence; ``open_run`` reads the trackers."""
+    unread = []
+    for name in RECIPES.keys() - {"minimal"}:
+        for key, *_ in keys_of(load_recipe(name).Config):
+            path = re.sub(r"^(mesh|model)\..*", r"\1", key)  # specs are passed on whole
+            read = rf"\b{'' if '.' in path else 'config.'}{re.escape(path)}\b"
+            is_inner = "[" in key or ".NAME." in key
+            if not (is_inner or key == "trackers" or re.search(read, TEXTS[name])):
+                unread.append(f"{name}: {key}")
+    assert unread == []
+
+
 @pytest.mark.parametrize("name", some_of(RECIPES, "tiny_llama", "finetune", "dpo", "pipeline"))
 def test_a_copy_runs_from_another_folder(name, tmp_path, prepared, request):
     command_line, check = RECIPES[name]
@@ -381,3 +397,33 @@ def test_a_stopped_run_goes_on_bit_for_bit(kind, tmp_path, prepared, base, stopp
     assert 0 < stopped["step"] == saved_step(tmp_path / "parts") < 6
     run_here(name, parts)
     assert_same_run(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_rollouts_go_on_bit_for_bit_and_publish_what_no_kill_undoes(tmp_path, monkeypatch):
+    publish = fk.publish_weights
+
+    def checked(state, where, version):
+        assert saved_step(where.parent) == version
+        return publish(state, where, version)
+
+    monkeypatch.setattr(fk, "publish_weights", checked)
+    for out, steps in (("whole", 2), ("parts", 1), ("parts", 2)):
+        few = [f"steps={steps}", "save_every=1", "answers=4"]
+        run_here("rollout", [*rollout(tmp_path / out, None), *few])
+    assert_same(tensors_of(tmp_path / "parts"), tensors_of(tmp_path / "whole"))
+
+
+def test_replica_groups_are_told_what_has_to_be_the_same_and_when_to_stop(
+    tmp_path, prepared, monkeypatch
+):
+    join, told = fk.join_replicas, {}
+
+    def noting(*given, **options):
+        told.update(options)
+        return join(*given, **options)
+
+    monkeypatch.setattr(fk, "join_replicas", noting)
+    run_here("replicas", [*replicas(tmp_path, prepared), "steps=1"])
+    assert isinstance(told["also"]["stop"], fk.StopSignal)
+    assert told["settings"].keys() >= {"optim", "model", "mesh", "steps", "max_norm", "precision"}
+    assert not told["settings"].keys() & {"group", "out"}
