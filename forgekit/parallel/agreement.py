@@ -25,11 +25,13 @@ class Difference(NamedTuple):
     other: int
 
 
-def exchange(mine: Any, world: int | None = None) -> list[Any]:
+def exchange(
+    mine: Any, world: int | None = None, group: dist.ProcessGroup | None = None
+) -> list[Any]:
     """Gather an object from each rank, on every rank; a collective where there are several."""
-    gathered = [mine] * (dist.get_world_size() if world is None else world)
+    gathered = [mine] * (dist.get_world_size(group) if world is None else world)
     if len(gathered) > 1:
-        dist.all_gather_object(gathered, mine)
+        dist.all_gather_object(gathered, mine, group=group)
     return gathered
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from covering import in_turn
@@ -242,23 +244,30 @@ class _Leaving(Block):
 
 
 PARTS = {
-    "cp": ({"cp": 2, "dp_shard": 1}, "attention"),
-    "tp": ({"tp": 2, "dp_shard": 1}, "attention"),
-    "ep": ({"ep": 2, "dp_shard": 2}, "feed_forward"),
+    "cp": (2, {"cp": 2, "dp_shard": 1}, "attention"),
+    "tp": (2, {"tp": 2, "dp_shard": 1}, "attention"),
+    "ep": (2, {"ep": 2, "dp_shard": 2}, "feed_forward"),
+    "cp, others go on": (4, {"cp": 2, "dp_shard": 2}, "attention"),
+    "tp, others go on": (4, {"tp": 2, "dp_shard": 2}, "attention"),
 }
 """Ranks of a layout, and a part of a block in which they meet."""
 WHEN = {"in training": lambda module: module.training, "always": lambda module: True}
 
 
-def _part_apart(rank, world, layout, when):
-    sizes, part = PARTS[layout]
-    moe = fk.MoESpec(experts=4, top_k=2, ffn_dim=8) if layout == "ep" else None
+def _partial(part, moe=None):
     spec = fk.TransformerSpec(
         vocab_size=WORDS, dim=8, layers=2, heads=2, kv_heads=2, ffn_dim=8, max_seq_len=8, moe=moe
     )
     model = fk.Transformer(spec).double()
     block = model.layers[0]
     block.__class__, block.part = _Leaving, part
+    return model, block
+
+
+def _part_apart(rank, world, layout, when):
+    _, sizes, part = PARTS[layout]
+    moe = fk.MoESpec(experts=4, top_k=2, ffn_dim=8) if layout == "ep" else None
+    model, block = _partial(part, moe)
     if rank == 1:
         block.is_left = WHEN[when]
     state = lay_out(model, sizes)
@@ -270,4 +279,33 @@ def _part_apart(rank, world, layout, when):
 @pytest.mark.parametrize("when", WHEN)
 @pytest.mark.parametrize("layout", PARTS)
 def test_parts_of_a_block_that_ranks_skip_apart_are_refused(layout, when):
-    run_again(_part_apart, 2, layout, when)
+    run_again(_part_apart, PARTS[layout][0], layout, when)
+
+
+def _some_leave(block, model, batch):
+    block.is_left = lambda _: bool(batch["is_left"].any())
+    return logits_loss(model, batch)
+
+
+def _left_by_one_of_two():
+    generator = torch.Generator().manual_seed(0)
+    for is_left in (True, False):
+        ids, labels = torch.randint(WORDS, (2, 2, 8), generator=generator)
+        left = torch.full((2,), is_left)
+        yield TensorDict({"input_ids": ids, "labels": labels, "is_left": left}, [2])
+
+
+def _left_gradients(rank, world, sizes):
+    model, block = _partial("attention")
+    state = lay_out(model, sizes)
+    batch = [*_left_by_one_of_two()][fk.data_ranks(state.mesh)[0]]
+    return mean_gradients(state, [batch], partial(_some_leave, block))
+
+
+@pytest.mark.parametrize("shared", ["cp", "tp"])
+def test_parts_of_a_block_that_rows_decide_on_are_exact(shared):
+    """Ranks that share sequences or matrices leave them out together, others run them."""
+    model, block = _partial("attention")
+    expected = mean_gradients(alone(model), [*_left_by_one_of_two()], partial(_some_leave, block))
+    for found in run_again(_left_gradients, 4, {shared: 2, "dp_shard": 2}):
+        assert relative_error(found, expected) < 1e-10

@@ -13,12 +13,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, get_args
 
 import attrs
 import torch
+import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from forgekit.mesh import DATA_DIMENSIONS
@@ -64,6 +66,11 @@ SENTENCES = MappingProxyType(
 
 SHOWN = 4
 """Names that an error lists."""
+
+Meeting = Literal["tp", "cp", "world"]
+MEETINGS: tuple[Meeting, ...] = get_args(Meeting)
+"""Circles of ranks that meet in a module: those that share matrices, those that share sequences,
+and all."""
 
 
 class UnreducedError(RuntimeError):
@@ -189,16 +196,41 @@ def compare(reports: Sequence[Report]) -> list[Any]:
     return next((r.stated["sums", "", ()] for r in reports if ("sums", "", ()) in r.stated), [])
 
 
-def compare_modules(name: str = "the end of loss_fn", *_: Any) -> None:
-    """Raise on every rank if they are not at the same module; a small collective."""
-    names = exchange(name)
-    if other := next((rank for rank, one in enumerate(names) if one != names[0]), 0):
-        raise ValueError(
-            f"ranks run different modules: rank 0 is at {names[0]} and rank {other} at "
-            f"{names[other]}. Ranks pair their collectives by order alone, so that gradients would "
-            "be wrong, or ranks wait for each other. Run the same modules on all ranks: draw "
-            "blocks to skip from a torch.Generator with one seed for all of them."
-        )
+def compare_modules(
+    mesh: DeviceMesh | None, name: str = "the end of loss_fn", meeting: Meeting = "world", *_: Any
+) -> None:
+    """Raise on every rank if ranks that meet in a module are not all at it; small collectives.
+
+    Each circle is asked before the wider one, so that ranks at different modules never wait in
+    different circles. What one finds goes on to the widest, to which all ranks come.
+
+    Args:
+        mesh: All ranks.
+        name: The module.
+        meeting: Who meets in it: ranks of other circles may run it more often, or not at all.
+    """
+    problem: str | None = None
+    for circle in MEETINGS:
+        if circle == "world" or size_of(mesh, circle) > 1:
+            group = None if circle == "world" or mesh is None else mesh.get_group(circle)
+            told = exchange((dist.get_rank(), name, problem), group=group)
+            problem = next((p for *_, p in told if p), None) or _apart(told)
+        if circle == meeting and problem is None:
+            return
+    raise ValueError(problem)
+
+
+def _apart(told: Sequence[tuple[int, str, str | None]]) -> str | None:
+    (rank, name, _), *others = told
+    other, there = next(((at, one) for at, one, _ in others if one != name), (rank, name))
+    if there == name:
+        return None
+    return (
+        f"ranks run different modules: rank {rank} is at {name} and rank {other} at {there}. Ranks "
+        "pair their collectives by order alone, so that gradients would be wrong, or ranks wait "
+        "for each other. Run the same modules on all ranks: draw blocks to skip from a "
+        "torch.Generator with one seed for all of them."
+    )
 
 
 def difference(known: Iterable[Any], new: Iterable[Any]) -> str:

@@ -8,19 +8,20 @@ that were never reduced, changed names and numbers of rows) is not here: no swit
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import attrs
 from tensordict import TensorDictBase
+from torch import nn
 
 from forgekit.mesh import data_ranks
 from forgekit.parallel.agreement import exchange
 from forgekit.parallel.fsdp import FsdpModules, watching_shards
 from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
-from forgekit.steps.audit.agreement import compare_modules, digest_rows
+from forgekit.steps.audit.agreement import Meeting, compare_modules, digest_rows
 from forgekit.steps.audit.plan import check_plan
 from forgekit.steps.audit.positions import check_positions
 from forgekit.steps.micro_batch import LossFn, check_output
@@ -49,38 +50,49 @@ class Audit:
         Ranks pair their collectives by order and by nothing else. Where one skips a block that
         another runs, shards of two blocks meet, or ranks wait for each other. So each module that
         gathers its parameters, or shares sequences, matrices or experts, is compared before it
-        runs: a small collective of objects, which pairs with that of any other module.
+        runs, by small collectives of objects among the ranks that meet there.
 
         Raises:
             TypeError: If the model or a module that FSDP wraps returns a TensorDict.
             ValueError: On every rank, if they run different modules, or see ``look``.
         """
-        model, gathered = self._state.model, set(self._sharded)
+        model, gathered, mesh = self._state.model, set(self._sharded), self._state.mesh
         # Compiled code runs in place of hooks.
         is_compiled = any(m._compiled_call_impl is not None for m in model.modules())
         compares = self._is_due and not is_compiled
         with ExitStack() as hooks:
             if compares:
-                layout = self._state.layout
-                sockets = {"attend": layout.context, "dispatch": layout.experts}
-                meeting = {socket for socket, ranks in sockets.items() if ranks > 1}
-                here = {
-                    name: module
-                    for name, module in model.named_modules()
-                    if module in gathered or name in layout.styles or meeting & vars(module).keys()
+                modules = dict(model.named_modules())
+                here: set[tuple[str, Meeting | None]] = {
+                    (name, self._meeting(name, module, gathered))
+                    for name, module in modules.items()
                 }
                 # Ranks without experts have no module to gather there.
-                for name in set(here).intersection(*exchange(list(here))):
-                    compare = partial(compare_modules, name or type(model).__name__)
+                for name, meeting in here.intersection(*exchange(here)):
+                    if meeting is None:
+                        continue
+                    at = name or type(model).__name__
+                    compare = partial(compare_modules, mesh, at, meeting)
                     # In front of FSDP's own hook.
-                    hook = here[name].register_forward_pre_hook(compare, prepend=True)
+                    hook = modules[name].register_forward_pre_hook(compare, prepend=True)
                     hooks.enter_context(hook)
             self.look(batch)
             for module in (model, *gathered):
                 hooks.enter_context(module.register_forward_hook(check_output))
             yield
         if compares:
-            compare_modules()
+            compare_modules(mesh)
+
+    def _meeting(
+        self, name: str, module: nn.Module, gathered: Collection[nn.Module]
+    ) -> Meeting | None:
+        """The ranks that have to run a module together; others may run it more or less often."""
+        layout = self._state.layout
+        if module in gathered or (layout.experts > 1 and "dispatch" in vars(module)):
+            return "world"
+        if layout.context > 1 and "attend" in vars(module):
+            return "cp"
+        return "tp" if name in layout.styles else None
 
     def look(self, batch: TensorDictBase) -> None:
         """Take the first micro-batch, whole sequences, before the model does.

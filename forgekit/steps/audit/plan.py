@@ -97,9 +97,9 @@ def check_plan(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> Non
     # Ranks that share a sequence run the same slice of it, with the attention of one device.
     layout = attrs.evolve(state.layout, ring=1, ulysses=1, documents=None)
     device, tensor = state.targets.device, layout.tensor
-    ranks = cast("DeviceMesh", state.mesh)["tp"]
-    short = first_rows(batch, ranks.get_group(), tensor * POSITIONS, tensor)
-    proof = _Proof(layout, ranks, device)
+    mesh = cast("DeviceMesh", state.mesh)
+    short = first_rows(batch, mesh.get_group("tp"), tensor * POSITIONS, tensor)
+    proof = _Proof(layout, mesh, device)
     with (
         beside_the_step(state),
         with_sockets(state.model, {**_attending(state.model), **layout.sockets}),
@@ -111,6 +111,7 @@ def check_plan(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> Non
             for proof.is_whole in (True, False):
                 with proof.taking(state.model):
                     compute_loss(state.model, part, loss_fn)
+                    proof.meet("the end of a short pass")
         else:
             shared = attrs.evolve(state, layout=layout)
             with _keeping_buffers(layout.stages.modules):
@@ -135,7 +136,7 @@ class _Proof:
 
     Attributes:
         layout: The model's layout.
-        ranks: Those that share each matrix.
+        mesh: All ranks.
         device: The model's.
         is_whole: Whether this is the whole pass, which states, or the sharded one, which compares.
         problem: What differs first.
@@ -143,7 +144,7 @@ class _Proof:
     """
 
     layout: Layout
-    ranks: DeviceMesh
+    mesh: DeviceMesh
     device: torch.device
     is_whole: bool = True
     problem: str | None = None
@@ -151,6 +152,16 @@ class _Proof:
     _names: dict[nn.Module, str] = attrs.field(factory=dict)
     _calls: Counter[Any] = attrs.field(factory=Counter)
     _depth: int = 0
+
+    @property
+    def ranks(self) -> DeviceMesh:
+        """Those that share each matrix."""
+        return self.mesh["tp"]
+
+    def meet(self, at: str) -> None:
+        """Raise on every rank if not all are here."""
+        if self.layout.stages is None:  # whose ranks run other modules
+            compare_modules(self.mesh, at)
 
     @contextmanager
     def taking(self, model: nn.Module) -> Iterator[None]:
@@ -229,7 +240,7 @@ class _Proof:
         call = f"{name} {self._calls[name, self.is_whole]}"
         at = name or type(module).__name__
         shown = repr(at)
-        self._meet(at)  # before its parameters are gathered
+        self.meet(at)  # before its parameters are gathered
         inputs = _Inputs(is_inner=self._depth > 0)
         self._depth += 1
         copies: dict[Tensor, Tensor] = {}  # of tied parameters one
@@ -244,7 +255,7 @@ class _Proof:
             torch.manual_seed(0)  # what draws in evaluation too draws the same in both passes
             output = module.forward(*args, **kwargs)
             tensors = _floating(output)
-            self._meet(f"the end of {at}")
+            self.meet(f"the end of {at}")
             if not self._is_alike(tensors):  # other audits say so
                 tensors = []
             for number, tensor in enumerate(tensors):
@@ -293,10 +304,6 @@ class _Proof:
                 return
             gap = "differs from that of one rank"
         self.problem = self.problem or f"{shown} {gap}"
-
-    def _meet(self, at: str) -> None:
-        if self.layout.stages is None:  # whose ranks run other modules
-            compare_modules(at)
 
     def _is_alike(self, tensors: list[Tensor]) -> bool:
         """Whether the ranks return alike tensors: else they would wait for each other."""

@@ -162,7 +162,7 @@ def _run(
             hooks.enter_context(root.register_forward_hook(note))
         if layout.stages is None:
             compute_loss(state.model, take_part(batch, layout, state.targets.device), noting)
-            compare_modules("the end of a short pass")
+            compare_modules(state.mesh, "the end of a short pass")
         else:
             evaluate_staged(attrs.evolve(state, layout=layout), [batch], noting)
     return seen, losses[-1] if losses else None  # before it those of a pipeline's rehearsal
