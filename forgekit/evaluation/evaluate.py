@@ -41,6 +41,8 @@ class Stop(Vote, Protocol):
         ...
 
 
+FOLD = 64
+"""Micro-batches whose losses are kept; the sets of an evaluation may have a million."""
 PREPARE = "forgekit prepare PATH --out DIR --tokenizer TOKENIZER.JSON"
 
 
@@ -212,4 +214,6 @@ def _run_whole(
             look(batch)
         loss = compute_loss(state.model, take_part(batch, state.layout, device), loss_fn)
         sums.add(loss, rows=batch.batch_size[0])
+        if len(sums.losses) >= FOLD:
+            sums.fold()
     return sums

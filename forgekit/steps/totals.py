@@ -111,6 +111,12 @@ class LossSums:
                 # Detached here: a metric would keep its micro-batch's graph until the step ends.
                 values.append(full(value.detach()) if isinstance(value, Tensor) else value)
 
+    def fold(self) -> None:
+        """Add up what was taken so far; a number that stays splits the memory it was made in."""
+        self.losses, self.counts = [self._total(self.losses)], [self._targets()]
+        for sums in (values for pair in self.metrics.values() for values in pair):
+            sums[:] = [self._total(sums)]
+
     def totals(
         self, loss_scale: Tensor, samples: int, noted: Mapping[Any, Tensor] = {}, **more: Any
     ) -> Totals:

@@ -28,6 +28,7 @@ from saved import assert_same
 from tensordict import TensorDict
 
 import forgekit as fk
+from forgekit.run.memory import live_tensors
 
 
 def held_out():
@@ -65,6 +66,27 @@ def test_the_mean_is_over_targets_whatever_the_split(split, loss_fn):
     numbers = {"loss": loss, "perplexity": math.exp(loss), "targets": targets}
     assert {name: value.item() for name, value in found.items()} == pytest.approx(numbers, rel=1e-6)
     assert {value.dtype for value in found.values()} == {torch.float64}
+
+
+def test_numbers_of_many_micro_batches_are_not_kept():
+    """On a CPU each would stay in the midst of the memory that its logits had."""
+    counts, rows = [], [*held_out().split(1)] * 50
+
+    def counting():
+        for number, row in enumerate(rows):
+            if number in (100, 420):
+                counts.append(sum(kind.count for kind in live_tensors()))
+            yield row
+
+    def loss_fn(model, batch):
+        loss = logits_loss(model, batch)
+        return loss.with_metrics(twice=(2 * loss.sum, loss.count), one=(1.0, 1))
+
+    found = fk.evaluate(dropout_state(), counting(), loss_fn)
+    loss, targets = by_hand(held_out())
+    numbers = {"loss": loss, "targets": 50 * targets, "twice": 2 * loss, "one": 1.0}
+    assert {name: found[name].item() for name in numbers} == pytest.approx(numbers, rel=1e-6)
+    assert counts[1] - counts[0] < 100
 
 
 def _on_ranks(rank, world, layout, options):
