@@ -31,7 +31,7 @@ LAG = 2
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 LOOK_S = 0.25
-"""Between two looks, once patience is over, at whether the main thread waits for data."""
+"""Between two looks, after a signal, at whether the main thread waits for data."""
 DATA_PACKAGE = "forgekit.data."
 ASK_S = 1.0
 """Between two questions to ``also``."""
@@ -66,8 +66,8 @@ class StopSignal:
             wait for each other, such as Ray's ``get_preemption_info``, is given to all of them.
         watch_parent: Ask to stop when the process that started this one has died, so that workers
             of a killed launcher do not live on. None: only under torchrun.
-        patience_s: Seconds that data may take after a signal, or after the last vote since: a
-            loader that is stuck never reaches the next one. The run then ends with its last
+        patience_s: Seconds that data may take at a time after a signal: a loader that is stuck
+            never reaches the next vote. The run then ends with its last
             checkpoint, on all ranks, because the others cannot finish the step either. torchrun
             kills after 30.
 
@@ -106,6 +106,7 @@ class StopSignal:
         self._heard: deque[HostCopy] = deque(maxlen=LAG + 1)
         self._patience_s = patience_s
         self._signalled: float | None = None  # when the first signal came
+        self._waiting: float | None = None  # since when each look has found a wait for data
         if signals is None:  # Python allows handlers in the main thread alone
             is_main = threading.current_thread() is threading.main_thread()
             signals = STOP_SIGNALS if is_main else ()
@@ -230,16 +231,21 @@ class StopSignal:
             atexit.register(self.close)  # after that Python lets an alarm end the process
 
     def _set_alarm(self) -> None:
-        """Look at what the main thread does once patience is over, and from then on often."""
-        signal.setitimer(signal.ITIMER_REAL, max(self._patience_s, LOOK_S), LOOK_S)
+        """Look at what the main thread does, now and then."""
+        self._waiting = None
+        signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
 
     def _look_at_data(self, _number: int, frame: FrameType | None) -> None:
-        """Raise if the main thread waits for data."""
+        """Raise if each look since patience began has found the main thread waiting for data."""
         while frame is not None:
             if frame.f_globals.get("__name__", "").startswith(DATA_PACKAGE):
+                self._waiting = self._waiting or time.monotonic()
+                if time.monotonic() - self._waiting < self._patience_s:
+                    return
                 self.close()
                 raise StoppedError(f"{self._reason} while waiting for data")
             frame = frame.f_back
+        self._waiting = None  # a long step reads now and then, and goes on
 
 
 def is_ignored(number: signal.Signals) -> bool:

@@ -247,6 +247,14 @@ def test_data_that_are_slow_are_waited_for_as_long_as_steps_go_on():
             stop.vote()
 
 
+def test_a_step_that_is_longer_than_the_patience_and_reads_now_and_then_is_finished():
+    with StopSignal(patience_s=4 * LOOK_S) as stop:
+        signal.raise_signal(signal.SIGTERM)
+        for _ in islice(fk.make_loader(Slow(at=None), batch_size=1), 4):
+            time.sleep(1.2 * LOOK_S)
+        assert stop.vote() == 1
+
+
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer")
 
 
