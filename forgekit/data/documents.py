@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
@@ -283,15 +283,17 @@ class HuggingFaceDocuments:
     def read(self, position: Any = None, *, part: int = 0, parts: int = 1) -> Iterator[Record]:
         """Yield this part's documents from a position on; see ``Documents``.
 
-        The dataset is divided by its files where their number allows it, else by rows.
+        The dataset is divided by its files where their number allows it, else by rows: also where
+        files alone would have other first rows than the whole, after ``take`` or ``skip``.
         """
         return read_texts(self._rows(position, part, parts), self.errors)
 
     def _rows(self, position: Any, part: int, parts: int) -> Iterator[Located]:
         from datasets.distributed import split_dataset_by_node
 
-        suffix = f" of part {part} of {parts}" if parts > 1 else ""
-        rows = split_dataset_by_node(self.dataset, part, parts)
+        by_rows = _holds(self.dataset._ex_iterable, _OF_THE_WHOLE)
+        suffix = f" of part {part} of {parts}" if parts > 1 and not by_rows else ""
+        rows = split_dataset_by_node(self.dataset, *((0, 1) if by_rows else (part, parts)))
         row, state, read = position or (0, None, 0)
         if state is not None:
             rows.load_state_dict(state)
@@ -301,7 +303,7 @@ class HuggingFaceDocuments:
             check_column("the dataset", self.text_key, batch)
             for text in batch[self.text_key]:
                 row, since = row + 1, since + 1
-                if since > read:
+                if since > read and not (by_rows and (row - 1) % parts != part):
                     name = f"row {row - 1}{suffix}"
                     load = partial(check_cell, name, self.text_key, text)
                     yield name, load, [row, state, since], 0
@@ -314,19 +316,26 @@ def _check_stream(dataset: Any) -> None:
             "this dataset was divided by split_dataset_by_node before, and would be divided "
             "again. Pass it whole: rank and world of stream_documents divide it."
         )
-    if _has_buffer(dataset._ex_iterable):
+    if _holds(dataset._ex_iterable, ("BufferShuffledExamplesIterable",)):
         raise ValueError(
             "this dataset has a shuffle buffer, and a resumed stream would lose what is in it. "
             "Stream it unshuffled, or prepare token files, whose rows a loader shuffles."
         )
 
 
-def _has_buffer(examples: Any) -> bool:
+_OF_THE_WHOLE = (
+    *("TakeExamplesIterable", "SkipExamplesIterable"),
+    *("CyclingMultiSourcesExamplesIterable", "RandomlyCyclingMultiSourcesExamplesIterable"),
+)
+"""What ``datasets`` would apply to the files of each part instead of to all."""
+
+
+def _holds(examples: Any, names: Sequence[str]) -> bool:
     # datasets has no public attribute for it; its chain of iterables shows it.
-    if type(examples).__name__ == "BufferShuffledExamplesIterable":
+    if type(examples).__name__ in names:
         return True
     inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
-    return any(_has_buffer(each) for each in inner if each is not None)
+    return any(_holds(each, names) for each in inner if each is not None)
 
 
 Located: TypeAlias = "tuple[str, Callable[[], str], Any, int]"

@@ -36,6 +36,12 @@ def generated():
     return IterableDataset.from_generator(rows, gen_kwargs={"names": ["a", "b", "c"]})
 
 
+def interleaved():
+    from datasets import interleave_datasets
+
+    return interleave_datasets([generated(), generated()], probabilities=[0.3, 0.7], seed=3)
+
+
 def doubled(batch):
     return {"text": [text + "!" for text in batch["text"] for _ in range(2)]}
 
@@ -57,11 +63,13 @@ KINDS = {
         .to_iterable_dataset(num_shards=4)
         .map(doubled, batched=True, batch_size=3)
     ),
+    "taken": lambda: whole().to_iterable_dataset(num_shards=3).skip(4).take(13),
+    "interleaved": interleaved,
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "at_once"), list(zip(KINDS, [1, 4, 256, 4, 256, 4, 1], strict=True))
+    ("kind", "at_once"), list(zip(KINDS, [1, 4, 256, 4, 256, 4, 1, 4, 4], strict=True))
 )
 def test_parts_are_disjoint_and_go_on_exactly_from_every_row(monkeypatch, kind, at_once):
     monkeypatch.setattr(sources, "ROWS_AT_ONCE", at_once)
