@@ -195,7 +195,11 @@ class RedisSource:
         kept = {"id": message.id, "rollout": _encode(message.content), "problem": problem}
         with self._redis.pipeline(transaction=True) as pipe:
             pipe.xadd(f"{self.name}:set_aside", kept)
-            self._delete(pipe, [message.id])
+            try:
+                self._delete(pipe, [message.id])
+            except ConnectionError:
+                self._held.discard(message.id)  # so it is read again
+                raise
 
     def put(self, content: Any, key: str | None = None, timeout_s: float = 600.0) -> bool:
         """Send a message, for generators.

@@ -174,6 +174,18 @@ def test_what_is_acknowledged_while_a_thread_looks_back_is_not_read_again(monkey
     assert source.read(0.01) is None
 
 
+def test_what_could_not_be_set_aside_comes_again():
+    redis = filled(1)
+    source, server = RedisSource(redis), redis.connection_pool.connection_kwargs["server"]
+    (first,) = filter(None, (source.read(0.01) for _ in range(2)))
+    server.connected = False
+    with pytest.raises(ConnectionError, match="is away"):
+        source.set_aside(first, "was bad")
+    server.connected = True
+    (again,) = filter(None, (source.read(0.01) for _ in range(2)))
+    assert again.id == first.id
+
+
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_bad_step_gives_its_messages_back_and_a_spoiled_one_is_set_aside(saved):
     redis, seen = ended(filled(4)), list[Any]()
