@@ -135,7 +135,8 @@ def prepare(
             are switched off.
         eos_token: The token that closes each document.
         sample_bytes: Text to train the tokenizer on. A larger source is sampled at random over its
-            whole length.
+            whole length if it is plain files. Of compressed ones, whose text is longer than their
+            size, the sample is from the beginning, as it is of a list or a Hugging Face dataset.
         shard_tokens: Most tokens per file.
         workers: Processes that encode and write parts; 0 does so in this one. The result is the
             same. A script that passes any needs its ``if __name__ == "__main__"``.
