@@ -10,6 +10,7 @@ difference is what the model will have to write. It is trained up to the token t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, TypeAlias
 
 import attrs
@@ -25,6 +26,17 @@ Span: TypeAlias = "tuple[int, int]"
 
 PROBES = ("apples and pears", "a very different answer, of two lines.\nThis is the second.")
 """Words that take the place of the assistant's where a template is proved."""
+
+TODAY = datetime(2024, 7, 26)
+"""The date for templates that write today's, as Llama 3.2's: rows must not change at midnight."""
+
+DIRECTIVES = ("%Y", "%y", "%m", "%d", "%b", "%B", "%a", "%A", "%H", "%M", "%S")
+WITH_DATE = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f".replace('{directive}', '{TODAY:{directive}}')" for directive in DIRECTIVES)
+    + " }}{% endmacro %}\n"
+)
+"""Stands before such a template, in place of the function of ``transformers``."""
 
 
 @attrs.frozen(eq=False)
@@ -89,7 +101,8 @@ class ChatEncoder:
             first: Turns before this message are not trained.
 
         Returns:
-            One example with the ids of ``tokenizer.apply_chat_template``, or one per turn.
+            One example with the ids of ``tokenizer.apply_chat_template``, on ``TODAY``, or one per
+            turn.
 
         Raises:
             ValueError: If there is no assistant's turn to train, or the template refuses the
@@ -147,8 +160,13 @@ class ChatEncoder:
 
     def _render(self, name: str, messages: Sequence[Message], tools: Any, is_prompt: bool) -> str:
         try:
+            template = self.tokenizer.get_chat_template(tools=tools)
             return self.tokenizer.apply_chat_template(
-                list(messages), tools=tools, tokenize=False, add_generation_prompt=is_prompt
+                list(messages),
+                tools=tools,
+                chat_template=WITH_DATE + template if "strftime_now" in template else template,
+                tokenize=False,
+                add_generation_prompt=is_prompt,
             )
         except Exception as error:  # a template may raise anything
             raise ValueError(

@@ -121,6 +121,14 @@ def test_the_ids_are_the_templates_and_a_turns_words_and_its_end_are_trained(tem
         assert example.trained[start:stop].all()
 
 
+def test_a_template_that_writes_todays_date_gives_the_same_rows_every_day():
+    dated = (
+        "\n  {% set day = strftime_now('%d %b %Y') if strftime_now is defined %}{{ day }}" + CHATML
+    )
+    (example,) = _encode(dated, [USER, ANSWER])
+    assert _tokenizer(CHATML).decode(example.ids).startswith("\n26 Jul 2024<|im_start|>user")
+
+
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "with": [2, 2]}]}
 
 
