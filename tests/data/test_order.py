@@ -61,6 +61,8 @@ def test_ranges_too_large_to_hold_are_permuted_too():
 def test_the_rows_are_pinned():
     """A change here would silently change the order of every resumed run."""
     assert sample_rows(range(6), 10, seed=3).tolist() == [2, 5, 1, 9, 6, 7]
+    assert sample_rows(range(4), 256, seed=3).tolist() == [91, 229, 234, 74]
+    assert sample_rows(range(4), 257, seed=3).tolist() == [222, 77, 35, 120]
     far = sample_rows([0, 1, 999_999, 1_000_000, 10**12], 10**6, seed=3)
     assert far.tolist() == [658298, 109115, 330889, 736272, 825934]
     numbers = hash_integers([0, 1, -1]).tolist()

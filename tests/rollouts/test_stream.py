@@ -140,8 +140,9 @@ def test_what_a_loaded_state_has_trained_is_not_trained_while_redis_is_away(tmp_
     fk.checkpoint_save(state, tmp_path, blocking=True)
     server = redis.connection_pool.connection_kwargs["server"]
     server.connected = False
-    stream = RolloutStream(RedisSource(redis), batch_size=2)
+    stream, saved = RolloutStream(RedisSource(redis), batch_size=2), state.stream.state_dict()
     state = fk.checkpoint_load(build_state(stream), tmp_path)
+    assert stream.state_dict() == saved  # which the next save will hold
     threading.Timer(0.5, setattr, (server, "connected", True)).start()
     assert numbers(next(stream)) == [2, 3]
     stream.give_back()

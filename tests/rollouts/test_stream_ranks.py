@@ -122,20 +122,22 @@ def test_a_source_that_fails_on_one_rank_raises_on_all_after_the_step(kind):
     assert len(results[0][0]) == len(results[1][0])
 
 
-def failed_step_job(rank: int, world: int) -> list[list[int]]:
-    """The first rank has pulled more than the second when a step fails."""
+def failed_step_job(rank: int, world: int, loads: bool) -> list[list[int]]:
+    """The first rank has pulled more than the second when a step fails, or a state is loaded."""
     mesh = fk.build_mesh(fk.MeshSpec(**SHARED), device="cpu")
     source = map(message, range(4)) if rank == 0 else Silent(is_asked=False)
     stream = RolloutStream(source, to_batch=ROWS, mesh=mesh)
     stream.watch(lambda: True)
+    begun = stream.state_dict()
     for _ in range(2 - rank):
         next(stream)
-    stream.give_back()
+    stream.load_state_dict(begun) if loads else stream.give_back()
     return [numbers(next(stream)) for _ in range(4)]
 
 
-def test_what_was_sent_for_a_step_that_failed_is_void():
-    assert run_again(failed_step_job, 2) == [[[0], [1], [2], [3]]] * 2
+@pytest.mark.parametrize("loads", [False, True])
+def test_what_was_sent_for_a_step_that_failed_is_void(loads):
+    assert run_again(failed_step_job, 2, loads) == [[[0], [1], [2], [3]]] * 2
 
 
 def ahead_job(rank: int, world: int) -> tuple[list[int], float]:
