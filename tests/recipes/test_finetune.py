@@ -119,10 +119,11 @@ def test_weights_are_exported_in_the_dtype_of_the_base(base, tmp_path):
     fk.load_huggingface(model, base)
     half = tmp_path / "half"
     fk.save_huggingface(model, half, like=base, dtype=torch.bfloat16)
-    state = fk.TrainState.create(model, fk.adamw(model))
+    state = fk.TrainState.create(fk.add_lora(model, rank=1), fk.adamw(model))
     fk.load_huggingface(model, half)
     said = fk.run.export_tuned(state, tmp_path, tmp_path / "again", base=half)
-    assert said == f"exported to {tmp_path / 'again'}"
+    assert said == f"exported to {tmp_path / 'again'}, its adapters alone: {tmp_path / 'adapter'}"
+    fk.merge_lora(model)  # which it is not any more
     one, other = (path / "model.safetensors" for path in (half, tmp_path / "again"))
     assert one.read_bytes() == other.read_bytes()
 

@@ -222,6 +222,7 @@ def test_a_tokenizer_of_ones_own_gives_the_token_that_ends_a_text(tmp_path):
     for number, given in enumerate((tokenizer, tmp_path / "tokenizer.json")):
         ours = tmp_path / str(number)
         like = {"model_type": "llama", "vocab_size": 100, "eos_token_id": 2}
+        like |= {"quantization_config": {"quant_method": "gptq"}}  # of weights that are not these
         fk.save_huggingface(model, ours, given, like=like)
         again = transformers.AutoTokenizer.from_pretrained(ours)
         assert (again.eos_token, again.eos_token_id) == ("<|endoftext|>", 0)
@@ -229,6 +230,7 @@ def test_a_tokenizer_of_ones_own_gives_the_token_that_ends_a_text(tmp_path):
         # A Llama's token that begins a text would be 1; what is above the vocabulary is padding.
         ids = {"eos_token_id": 0, "bos_token_id": None, "vocab_size": size}
         assert config_of(ours).items() >= ids.items()
+        assert "quantization_config" not in config_of(ours)
 
 
 def test_a_head_beside_tied_embeddings_that_equals_them_is_left_out(tmp_path):
