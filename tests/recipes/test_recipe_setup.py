@@ -7,12 +7,14 @@ import math
 import os
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from runs import arguments, signal_handlers_kept
 
 import forgekit as fk
 from forgekit.cli import main, recipes_folder
+from forgekit.cli.recipe_setup import micro_batches
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,13 @@ def test_a_step_of_a_generators_batches_is_replayed_bitwise(name, small, tmp_pat
     (row,) = (row for row in fk.run.read_metrics(run / "metrics.jsonl") if row["step"] == 3)
     assert found["loss"] == row["train/loss"]
     assert found["grad_norm"] == row["train/grad_norm"]
+
+
+def test_a_record_may_say_itself_how_many_micro_batches_make_a_step():
+    loader = fk.make_loader(range(8), batch_size=2)
+    config = SimpleNamespace(global_batch_size=8)
+    assert micro_batches(SimpleNamespace(loader=loader), config) == 4
+    assert micro_batches(SimpleNamespace(loader=loader, micro_batches=3), config) == 3
 
 
 HEAD = """import attrs, forgekit as fk, os, sys
