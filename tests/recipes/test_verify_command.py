@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 from covering import some_of
@@ -43,6 +44,18 @@ def test_the_recipe_is_exact_in_every_layout(name, tokens, tmp_path, monkeypatch
     (worst,) = re.findall(r"^equal: .* worst (\S+) \(\S+\)$", shown.out, re.M)
     assert 0 < float(worst) < EXACT, shown.out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_its_options_are_those_of_the_check(tokens, monkeypatch):
+    seen = []
+    equal = SimpleNamespace(equal=True)
+    target = "forgekit.verification.verify.verify_setup"
+    monkeypatch.setattr(target, lambda setup, mesh, chosen: seen.append(chosen) or equal)
+    given = ["--keep-labels", "--keep-split", "--tolerance", "0.5", "--timeout", "7"]
+    word, *others = command(tokens)
+    assert main([word, *given, *others]) == 0
+    (chosen,) = seen
+    assert (chosen.mask, chosen.split, chosen.tolerance, chosen.timeout_s) == (False, False, 0.5, 7)
 
 
 def test_a_loss_that_divides_within_a_micro_batch_ends_with_code_1(tokens, tmp_path, capsys):

@@ -652,6 +652,16 @@ def test_json_has_the_contracts_fields_without_data(capsys, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+def test_its_options_are_those_of_the_job(capsys, monkeypatch):
+    seen = []
+    monkeypatch.setattr("forgekit.plan.plan.plan_step", lambda job: seen.append(job) or PLANNED)
+    given = ("--world", 4, "--device", "a100", "--node-size", 2, "--memory", 3, "--json")
+    assert plan(capsys, "pretrain", *TINY, *given)[0] == 0
+    (job,) = seen
+    assert (job.world, job.device, job.node_size) == (4, "a100", 2)
+    assert job.memory_limit == 3 * 2**30
+
+
 SWEPT = (*TINY, "model.tied=false", "batch_size=2", "global_batch_size=4", "--world", 2)
 
 
