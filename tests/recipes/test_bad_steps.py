@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from unittest import mock
 
 import pytest
-from runs import arguments, load_recipe
+from runs import arguments, draw_nothing, load_recipe
 
 import forgekit as fk
 from forgekit.cli import main, recipes_folder
@@ -62,9 +63,10 @@ def copies(tokens, folder):
 def runs(tokens, tmp_path_factory):
     """Run directories of both, and the folder of the recipes."""
     folder = copies(tokens, tmp_path_factory.mktemp("recipes"))
-    for name in ("breaks", "knows"):
-        arguments = settings(tokens, folder / name)
-        assert main(["run", name, *arguments], recipes=folder) == 0
+    with mock.patch.object(fk, "wrap_up", draw_nothing):
+        for name in ("breaks", "knows"):
+            arguments = settings(tokens, folder / name)
+            assert main(["run", name, *arguments], recipes=folder) == 0
     return folder
 
 
