@@ -101,7 +101,7 @@ def _assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(("first", "second"), SIDE_BY_SIDE)
 def test_runs_side_by_side_give_the_bits_of_each_alone(first, second):
     runs = [(first, 0), (second, 1)]
-    together = run_ranks(_train, 2, runs)
+    together = run_again(_train, 2, runs)
     for index, run in enumerate(runs):
         for found, (alone,) in zip(together, run_again(_train, 2, [run]), strict=True):
             assert all(value.isfinite().all() for value in found[index].values())
