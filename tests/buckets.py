@@ -20,7 +20,6 @@ from types import MappingProxyType
 from unittest import mock
 
 import s3fs
-from moto.server import ThreadedMotoServer
 
 FAULTS = ("drop", "unheard", "late", "500", "503", "throttled", "torn")
 """Cut before the request was read, cut instead of an answer, answered after the client's patience,
@@ -160,6 +159,8 @@ class _Proxy(BaseHTTPRequestHandler):
 @contextmanager
 def open_bucket() -> Iterator[Bucket]:
     """Serve a fresh bucket; meanwhile this process reaches it by the usual variables, too."""
+    from moto.server import ThreadedMotoServer  # which no rank that reaches the bucket needs
+
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
