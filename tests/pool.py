@@ -552,6 +552,7 @@ def _die_with_parent() -> None:
 if __name__ == "__main__":
     import gc
 
+    import pytest  # noqa: F401
     import s3fs  # noqa: F401
     import torch._dynamo
     import torch.distributed.checkpoint
