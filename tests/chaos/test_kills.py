@@ -95,8 +95,8 @@ WRITER = pytest.param(0, "running", marks=pytest.mark.chaos)
 @pytest.mark.parametrize(("rank", "status"), [WRITER, (1, "failed")])
 def test_one_rank_is_killed_and_the_other_ends(scene, survived, rank, status):
     """The first rank writes the status: it cannot if it was the one."""
-    life = scene.live(faults={rank: {"die_alone_after": 12}})
-    outcome = scene.survive(life, lost=MOST_LOST)
+    life = scene.live(faults={rank: {"die_alone_after": 12}}, steps=18)
+    outcome = scene.survive(life, lost=MOST_LOST, steps=18)
     assert outcome.status == status
     assert "Connection" in life.output
     survived(f"rank {rank} alone", outcome)

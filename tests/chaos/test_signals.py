@@ -27,9 +27,9 @@ OTHER = pytest.param(0, "SIGTERM", marks=pytest.mark.chaos)
 
 @pytest.mark.parametrize(("rank", "reason"), [OTHER, (1, "another rank")])
 def test_a_signal_to_one_rank_stops_both(scene, survived, rank, reason):
-    life = scene.live(faults={rank: {"signal_after": (AFTER, ["SIGTERM"])}})
+    life = scene.live(faults={rank: {"signal_after": (AFTER, ["SIGTERM"])}}, steps=18)
     assert_stopped(scene, life, reason)
-    survived("SIGTERM to one rank", scene.survive(life, lost=0))
+    survived("SIGTERM to one rank", scene.survive(life, lost=0, steps=18))
 
 
 @pytest.mark.chaos
