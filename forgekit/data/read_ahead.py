@@ -9,11 +9,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from typing import Any, TypeAlias
 
 import attrs
@@ -24,6 +27,12 @@ from torchdata.nodes import BaseNode, IterableWrapper, Mapper, ParallelMapper, P
 
 Copy: TypeAlias = tuple[TensorDict, "torch.Event | None"]
 """A micro-batch on its device, and the event that marks the end of its copy."""
+
+OF_THE_RUN = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that a terminal or a scheduler sends to all processes, and that a run has to decide on.
+
+Not SIGTERM, by which a pool ends its workers when one of them was killed.
+"""
 
 
 class Reader:
@@ -143,6 +152,13 @@ def _start_pool(work: Callable[[Any], Any], workers: int) -> ProcessPoolExecutor
     # nothing.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forgekit.data"])
+    # Workers inherit what is blocked here: a run that Ctrl-C stops needs them for two more steps.
+    resource_tracker.ensure_running()  # which leaves SIGINT unblocked
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_THE_RUN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     return ProcessPoolExecutor(workers, context, initializer=_start_process, initargs=(work,))
 
 
@@ -154,6 +170,14 @@ def _start_process(work: Callable[[Any], Any]) -> None:
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _work = work
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Exit once the process that reads is gone: one that was killed closes no pool."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work_in_process(item: Any) -> bytes:

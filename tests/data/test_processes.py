@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -40,6 +44,53 @@ def test_loaders_give_the_same_batches_and_exceptions_and_a_death_is_no_hang():
             pytest.raises(error, match=message),
         ):
             next(iter(loader))
+
+
+READER = """
+from forgekit.data.loader import make_loader
+from forgekit.run.stop_signal import StopSignal
+from tensordict import TensorDict
+import time, torch
+
+class Rows(list):
+    def __getitem__(self, row):
+        return TensorDict({"x": torch.tensor([row])})
+
+if __name__ == "__main__":
+    options = {"workers": 1, "processes": True, "epochs": None}
+    with make_loader(Rows(range(9)), 1, **options) as loader, StopSignal() as stop:
+        batches = iter(loader)
+        print("reads", next(batches)["x"].numel(), flush=True)
+        while stop.reason is None:
+            time.sleep(0.01)
+        for _ in range(50):
+            next(batches)
+    print(stop.reason, flush=True)
+"""
+
+
+def of_group(pid):
+    listed = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True)
+    found = (line.split() for line in listed.stdout.splitlines())
+    return sum(int(group) == pid and not state.startswith("Z") for group, state in found)
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
+def test_workers_go_on_after_ctrl_c_and_end_with_a_process_that_was_killed(tmp_path, name):
+    (tmp_path / "reader.py").write_text(READER)
+    command = [sys.executable, str(tmp_path / "reader.py")]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as reader:
+        assert reader.stdout.readline() == "reads 1\n"
+        if name == "SIGINT":
+            os.killpg(reader.pid, signal.SIGINT)
+            assert (reader.stdout.read(), reader.wait()) == ("SIGINT\n", 0)
+        reader.kill()
+        deadline = time.monotonic() + 20
+        while (left := of_group(reader.pid)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert left == 0
 
 
 def test_parts_are_written_as_by_one_process_whatever_their_size(tmp_path, monkeypatch):
