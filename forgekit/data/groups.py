@@ -49,7 +49,9 @@ def groups(
 
     Args:
         loader: A loader, a list or anything else with a length, or any iterator. From an iterator
-            the first micro-batch of a group is pulled with the group, to know whether it exists.
+            the first micro-batch of a group is pulled with the group, to know whether it exists. A
+            stream with ``has_next()`` is asked instead: one whose position is saved must not be
+            behind a micro-batch that is not trained yet.
         micro_batches: Micro-batches per group.
         partial: What to do if the last group is not full: ``"pad"`` completes it with copies of its
             last micro-batch without a loss, ``"drop"`` leaves it out, ``"error"`` raises, at once
@@ -158,10 +160,14 @@ class _Source:
         return mask_batch(self._last)
 
     def has(self, number: int) -> bool:
-        """Whether this micro-batch exists; pulls it only if the stream has no length."""
+        """Whether this micro-batch exists; pulls it only if the stream cannot tell."""
         if self._total is not None:
             return number < self._total
         with suppress(StopIteration):
+            if number >= self._pulled and hasattr(self._stream, "has_next"):
+                if number > self._pulled:
+                    self._pull_up_to(number - 1)
+                return self._stream.has_next()
             self._pull_up_to(number)
             return True
         return False

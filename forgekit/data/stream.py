@@ -132,6 +132,7 @@ class DocumentStream:
         self._workers = workers
         self.cursor = Cursor()
         self._reader = Reader()
+        self._next: tuple[TensorDict, Cursor] | None = None  # read, and not yet handed out
 
     @property
     def wait_seconds(self) -> float:
@@ -184,11 +185,17 @@ class DocumentStream:
         self.close()
         self.cursor = Cursor(**{name: state[name] for name in attrs.asdict(self.cursor)})
 
-    def __iter__(self) -> Iterator[TensorDict]:
+    def has_next(self) -> bool:
+        """Whether a micro-batch follows; the position stays before it."""
         with contextlib.suppress(StopIteration):
-            while True:
-                batch, self.cursor = self._reader.take(self._open)
-                yield batch
+            self._next = self._next or self._reader.take(self._open)
+        return self._next is not None
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        while self.has_next():
+            assert self._next is not None
+            (batch, self.cursor), self._next = self._next, None
+            yield batch
 
     def __enter__(self) -> DocumentStream:
         return self
@@ -199,6 +206,7 @@ class DocumentStream:
     def close(self) -> None:
         """Stop the thread. Iterating again continues from the same position."""
         self._reader.close()
+        self._next = None
 
     def _open(self) -> Generator[Any]:
         batches = self._rows.read(self.cursor, *self._part())

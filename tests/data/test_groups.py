@@ -8,6 +8,8 @@ from tensordict import TensorDict
 
 from forgekit.data.groups import groups
 from forgekit.data.loader import make_loader
+from forgekit.data.stream import stream_documents
+from forgekit.run.data_end import DataEnd
 
 
 def micro_batch(number):
@@ -77,6 +79,23 @@ def test_a_stream_is_pulled_only_by_use():
         assert stream.pulled == start + 1
         assert [stream.pulled for _ in group] == [start + 1, min(start + 2, 5)]
     assert next(grouped, None) is None
+
+
+@pytest.mark.parametrize("policy", [None, "pad"])
+def test_a_stream_that_is_asked_whether_more_follows_stays_where_it_is(policy):
+    """Else a run that goes on from there would never train on what was pulled to know it."""
+    alone, stream = (
+        stream_documents([[1, 2, 3, 4]] * 5, 4, 1, eos_id=0, epochs=1) for _ in range(2)
+    )
+    positions = [alone.state_dict(), *(alone.state_dict() for _ in alone)]
+    end = policy and DataEnd(policy)
+    for number, group in enumerate(groups(stream, 2, end=end)):
+        assert stream.state_dict() == positions[2 * number]
+        assert numbers_of(group) == [1, None if number == 2 else 1]
+        if end:
+            end.hear(torch.tensor(end.vote()))
+        assert stream.state_dict() == positions[min(2 * number + 2, 5)]
+    assert number == 2
 
 
 def test_samples_are_the_rows_of_all_ranks_so_far_without_padding():
