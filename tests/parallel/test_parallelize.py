@@ -40,11 +40,12 @@ def gradients(model, ids=IDS):
     return loss.detach(), full_tensors(model, gradients=True)
 
 
-def _foreign(device="cpu"):
+def _foreign(device="cpu", seed=0):
     with torch.device(device):
         model = Foreign()
     if device == "cpu":
-        fk.init_weights(model, 0)
+        fk.init_weights(model, seed)
+        model.register_buffer("drawn_from", torch.tensor(seed))
     return model
 
 
@@ -52,15 +53,18 @@ def _foreign_gradients(rank, world, device, what):
     # A mesh that a user makes, with the one dimension that there is.
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
     options = {"blocks": "net.body", "activation_checkpoint": what}
-    # The seed is for what comes on meta alone.
-    model = fk.parallelize(_foreign(device), mesh, seed=0 if device == "meta" else 99, **options)
+    # The seed is for what comes on meta alone; of values, rank 0's are everyone's.
+    seed = 0 if device == "meta" else 99
+    model = fk.parallelize(_foreign(device, seed=rank), mesh, seed=seed, **options)
     assert model.head.weight is model.embed.weight
+    assert not any(model.buffers())
     wrapped = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
     return gradients(model, IDS.chunk(world)[rank])[1], wrapped
 
 
 @pytest.mark.parametrize(
-    ("world", "device", "what"), [(1, "cpu", "full"), (2, "cpu", "selective"), (2, "meta", "full")]
+    ("world", "device", "what"),
+    [(1, "cpu", "full"), (1, "meta", "none"), (2, "cpu", "selective"), (2, "meta", "full")],
 )
 def test_a_foreign_model_has_the_gradient_of_one_process(world, device, what):
     """Parameters that modules share stay shared, on meta too and without FSDP."""

@@ -205,6 +205,26 @@ def test_blocks_that_micro_batches_skip_are_exact(skips, precision):
         )
 
 
+class _Shifted(_Model):
+    def __init__(self, shifted):
+        super().__init__()
+        self.shift, self.shifted = nn.Parameter(torch.ones(WORDS)), shifted
+
+    def forward(self, ids):
+        return super().forward(ids) + (self.shift if self.calls in self.shifted else 0)
+
+
+def _shifting(rank, world):
+    return _gradients(_state("fsdp", _Shifted((1, 2, 3) if rank == 0 else ()).double()))
+
+
+def test_a_parameter_that_one_rank_uses_is_exact():
+    """And so are those beside it in what FSDP sends."""
+    expected = _gradients(_alone(_Shifted((1, 2, 3)).double()))
+    for found in run_again(_shifting, 2):
+        assert relative_error(found, expected) < 1e-10
+
+
 APART = {
     "all blocks": (
         [[(0, 0), (1, 0)], []],
