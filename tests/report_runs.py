@@ -43,8 +43,9 @@ def write_run(out):
     lines(out / "metrics.jsonl", rows)
     (out / "config.json").write_text(json.dumps(CONFIG))
     (out / "status.json").write_text('{"status": "failed", "reason": "OSError: <oh>", "step": 40}')
-    started = {"event": "started", "ranks": 8, "device": "cuda", "parameters": 124_500_000}
-    history = [started | {"step": 0}, started | {"step": 25}, {"event": "failed", "step": 40}]
+    started = {"event": "started", "ranks": 4, "device": "cuda", "parameters": 124_500_000}
+    again = started | {"step": 25, "ranks": 8}
+    history = [started | {"step": 0}, again, {"event": "failed", "step": 40}]
     lines(out / "history.jsonl", history)
     lines(out / "bad_steps.jsonl", [{"step": 10, "loss": None, "rows": [7], "spike": False}])
     (out / "samples").mkdir()
