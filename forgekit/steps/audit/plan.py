@@ -152,6 +152,7 @@ class _Proof:
     _names: dict[nn.Module, str] = attrs.field(factory=dict)
     _calls: Counter[Any] = attrs.field(factory=Counter)
     _depth: int = 0
+    _kept: ExitStack[Any] = attrs.field(factory=ExitStack)
 
     @property
     def ranks(self) -> DeviceMesh:
@@ -168,7 +169,7 @@ class _Proof:
         """Run each FSDP module of a model, inside the block, with copies of its weights."""
         units = set(fsdp_modules(model))
         self._names = {module: name for name, module in model.named_modules()}
-        with ExitStack() as stack:
+        with ExitStack() as stack, self._kept:
             for module, name in self._names.items():
                 if module in units:  # in place of its hooks, and of compiled code
                     run = partial(self._run, module, units)
@@ -242,6 +243,8 @@ class _Proof:
         shown = repr(at)
         self.meet(at)  # before its parameters are gathered
         inputs = _Inputs(is_inner=self._depth > 0)
+        if not inputs.is_inner:
+            self._kept.close()  # of the call before
         self._depth += 1
         copies: dict[Tensor, Tensor] = {}  # of tied parameters one
         given: dict[str, Tensor] = {}
@@ -250,7 +253,8 @@ class _Proof:
                 copies[tensor] = self._copy(tensor)
             given[leaf] = copies[tensor]
         weights = {repr(f"{name}.{leaf}".lstrip(".")): copy for leaf, copy in given.items()}
-        with torch.enable_grad(), _reparametrize_module(module, given):
+        with torch.enable_grad(), ExitStack() as held:
+            held.enter_context(_reparametrize_module(module, given))
             args, kwargs = _map(inputs.take, (args, kwargs))
             torch.manual_seed(0)  # what draws in evaluation too draws the same in both passes
             output = module.forward(*args, **kwargs)
@@ -263,6 +267,8 @@ class _Proof:
             ends = [(t, self._slope(f"{call} {n}", t)) for n, t in enumerate(tensors)]
             starts = {f"input {n} of {shown}": one for n, one in enumerate(inputs.taken)} | weights
             self._differentiate(call, ends, starts)
+            if not inputs.is_inner:  # FSDP keeps a root's parameters too: a loss may read them
+                self._kept.push(held.pop_all())
         self._depth -= 1
         return _map(inputs.leave, output)
 
