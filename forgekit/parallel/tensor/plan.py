@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from forgekit.checks import divisors, nearest_multiples
 from forgekit.model.nf4 import is_packed
 from forgekit.parallel.layout import EXPERT, match_plan
-from forgekit.parallel.tensor.styles import GROUPED, ROUTED, STYLES
+from forgekit.parallel.tensor.styles import GROUPED, PARAMETER_LISTS, ROUTED, STYLES
 
 Style = str | ParallelStyle
 Plan = Mapping[str, Style]
@@ -90,7 +90,13 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
             "would stay unsummed. Give each one: 'sequence' for norms, 'heads' for norms of heads, "
             "'replicate' for what sees all positions."
         )
-    styles |= dict.fromkeys(unnamed, "replicate")
+    takers = [
+        name
+        for name, module in modules.items()
+        if any(isinstance(child, PARAMETER_LISTS) for child in module.children())
+        and "sequence" not in styles.values()
+    ]
+    styles = dict.fromkeys([*unnamed, *takers], "replicate") | styles
     return {name: styles[name] for name in modules if styles.get(name, EXPERT) != EXPERT}
 
 

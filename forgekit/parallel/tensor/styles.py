@@ -34,6 +34,10 @@ EVERYWHERE = Replicate()
 """What all ranks have alike."""
 
 
+PARAMETER_LISTS = nn.ParameterList, nn.ParameterDict
+"""Modules that nobody calls: the one above takes their parameters."""
+
+
 class Region(NamedTuple):
     """Where a plan is applied.
 
@@ -67,9 +71,10 @@ class StyleRecord(NamedTuple):
 def _apply_alike(module: nn.Module, region: Region) -> None:
     """Let every rank compute the same: plain activations in and out."""
     _distribute(module, region, EVERYWHERE)
-    # It takes its child's weight itself instead of calling the child.
-    readers = [module, *(module.children() if isinstance(module, nn.MultiheadAttention) else ())]
-    wrap_forward(module, partial(_alike, readers))
+    # What it takes itself instead of calling the child.
+    takes_all = isinstance(module, nn.MultiheadAttention)
+    taken = (m for m in module.children() if takes_all or isinstance(m, PARAMETER_LISTS))
+    wrap_forward(module, partial(_alike, [module, *taken]))
 
 
 def _apply_colwise(module: nn.Linear, region: Region) -> None:
