@@ -38,7 +38,7 @@ CHOSEN = [(HSDP, "hsdp_last", OPTIONS[1]), ({}, "last", OPTIONS[2]), ({}, "every
 def _gradients(rank, world, rows):
     found = []
     for sizes, sync, options in rows:
-        state = lay_out(fk.Transformer(DEEP).double(), sizes, **options)
+        state = lay_out(fk.Transformer(SPEC).double(), sizes, **options)
         step = fk.make_step(logits_loss, schedule=fk.constant(0.0), sync=sync)
         # The second step meets whatever the first one left gathered.
         state, _ = step(state, [row[rank] for row in global_batch(world, seed=1)])
@@ -52,7 +52,7 @@ EVERY = [(*mode, options) for mode in MODES for options in OPTIONS]
 
 @pytest.mark.parametrize("rows", [CHOSEN, pytest.param(EVERY, marks=pytest.mark.oracle)], ids=len)
 def test_no_option_changes_the_gradient(rows):
-    expected, _ = reference_gradients(fk.Transformer(DEEP), global_batch(4))
+    expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(4))
     for by_row in run_again(_gradients, 4, rows):
         assert all(relative_error(found, expected) < 1e-10 for found in by_row)
 
