@@ -559,6 +559,7 @@ if __name__ == "__main__":
     import torch.distributed.fsdp
     import torch.distributed.pipelining
     import torch.profiler
+    import transformers.models.llama.modeling_llama  # noqa: F401
 
     import forgekit
     import forgekit.config
