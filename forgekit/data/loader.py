@@ -8,6 +8,7 @@ other state of the loader is stored.
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,11 @@ from forgekit.data.read_ahead import DeviceCopies, Reader, compute_ahead
 from forgekit.devices import check_device
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
+OF_THE_RUN = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that a terminal or a scheduler sends to all processes: a run that stops reads on.
+
+Not SIGTERM, by which a pool ends its workers when one of them was killed.
+"""
 
 
 def make_loader(
@@ -113,8 +119,8 @@ def make_loader(
     if target.type != "meta":  # where batches are shapes only
         check_device(target)
     copies = None if target.type == "cpu" else DeviceCopies(target, ahead, note_documents)
-    compute = partial(compute_ahead, workers=workers, processes=processes, copies=copies)
-    return Loader(batches, compute)
+    read = {"workers": workers, "processes": processes, "copies": copies, "spared": OF_THE_RUN}
+    return Loader(batches, partial(compute_ahead, **read))
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -13,7 +13,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
@@ -27,12 +27,6 @@ from torchdata.nodes import BaseNode, IterableWrapper, Mapper, ParallelMapper, P
 
 Copy: TypeAlias = tuple[TensorDict, "torch.Event | None"]
 """A micro-batch on its device, and the event that marks the end of its copy."""
-
-OF_THE_RUN = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that a terminal or a scheduler sends to all processes, and that a run has to decide on.
-
-Not SIGTERM, by which a pool ends its workers when one of them was killed.
-"""
 
 
 class Reader:
@@ -75,6 +69,7 @@ def compute_ahead(
     workers: int,
     processes: bool = False,
     copies: DeviceCopies | None = None,
+    spared: Sequence[signal.Signals] = (),
 ) -> Generator[Any]:
     """Yield ``work(item)`` for each item, in order, computed ahead by workers.
 
@@ -86,8 +81,9 @@ def compute_ahead(
         workers: Number of threads; with 0 each result is computed on request.
         processes: Give each thread a process that computes for it.
         copies: Copies the results to a device, ahead of their use.
+        spared: Signals that processes do not take: those of the first call in this process count.
     """
-    pool = _start_pool(work, workers) if processes else None
+    pool = _start_pool(work, workers, spared) if processes else None
     # torchdata's threads set torch's number of threads to 1, and with it that of every thread that
     # has not read its own number yet. Reading it here keeps it for this thread.
     torch.get_num_threads()
@@ -146,15 +142,17 @@ def _compute_in(pool: ProcessPoolExecutor, item: Any) -> Any:
     return pickle.loads(pool.submit(_work_in_process, item).result())
 
 
-def _start_pool(work: Callable[[Any], Any], workers: int) -> ProcessPoolExecutor:
+def _start_pool(
+    work: Callable[[Any], Any], workers: int, spared: Sequence[signal.Signals]
+) -> ProcessPoolExecutor:
     # Not forks of this process: they would wait forever for locks that threads of torch or of a
     # process group held at that moment. The server that is forked has imported torch and started
     # nothing.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forgekit.data"])
-    # Workers inherit what is blocked here: a run that Ctrl-C stops needs them for two more steps.
+    # Workers inherit what is blocked here.
     resource_tracker.ensure_running()  # which leaves SIGINT unblocked
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, OF_THE_RUN)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, spared)
     try:
         forkserver.ensure_running()
     finally:
