@@ -123,7 +123,8 @@ def test_a_shared_weight_counts_once_and_noise_is_that_of_what_is_trained():
     rows = [TensorDict({"x": torch.randn(n, 3).double()}, [n]) for n in (2, 5, 3)]
 
     def loss_fn(model, batch):
-        return fk.Loss(model(batch["x"]).square().sum(), len(batch))
+        kept = batch["x"].any(1)
+        return fk.Loss(model(batch["x"])[kept].square().sum(), kept.sum())
 
     def by_layer(rows):
         found = dict.fromkeys(("mix", "out", "frozen", "unused", "left_out"), 0.0)
@@ -134,7 +135,8 @@ def test_a_shared_weight_counts_once_and_noise_is_that_of_what_is_trained():
     expected, counts = by_layer(rows), np.array([len(row) for row in rows])
     parts = [by_layer([row]) for row in rows]
     each, whole = ([sum(f.values()) - f["left_out"] for f in some] for some in (parts, [expected]))
-    noise = gradient_noise(state, rows, loss_fn)
+    masked = rows[0].apply(torch.zeros_like)  # without targets it is no part
+    noise = gradient_noise(state, [*rows, masked], loss_fn)
     assert {name: float(n) for name, n in noise.items()} == pytest.approx(
         solved(counts, each, whole[0]), rel=1e-12
     )

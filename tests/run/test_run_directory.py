@@ -62,6 +62,16 @@ def test_what_goes_wrong_goes_on_as_it_is(tmp_path, error, starts):
     assert status(tmp_path) == found | {"time": status(tmp_path)["time"]}
 
 
+def test_a_last_save_that_fails_is_the_failure_of_the_run(tmp_path):
+    (tmp_path / "file").touch()
+    state = create(step=4)
+    out, failure = tmp_path / "run", pytest.raises(fk.CheckpointError, match="could not be saved")
+    with failure, fk.open_run(out, {}) as run:
+        run.start(state, every=1).close()
+        fk.checkpoint_save(state, tmp_path / "file" / "checkpoints")
+    assert status(out)["status"] == "failed"
+
+
 USAGE = {
     "a size": (lambda: fk.MeshSpec(tp=0), "ValueError: tp is 0; a mesh dimension is at least 1"),
     "a file": (lambda: fk.token_dataset("nowhere"), "FileNotFoundError: "),
