@@ -69,8 +69,7 @@ SHOWN = 4
 
 Meeting = Literal["tp", "cp", "world"]
 MEETINGS: tuple[Meeting, ...] = get_args(Meeting)
-"""Circles of ranks that meet in a module: those that share matrices, those that share sequences,
-and all."""
+"""Ranks that run a module together: those that share matrices, those that share sequences, all."""
 
 
 class UnreducedError(RuntimeError):
@@ -201,21 +200,21 @@ def compare_modules(
 ) -> None:
     """Raise on every rank if ranks that meet in a module are not all at it; small collectives.
 
-    Each circle is asked before the wider one, so that ranks at different modules never wait in
-    different circles. What one finds goes on to the widest, to which all ranks come.
+    Each group compares before the next one, so that ranks at different modules never wait in
+    different groups. A difference is passed on to the last, which all ranks come to.
 
     Args:
         mesh: All ranks.
         name: The module.
-        meeting: Who meets in it: ranks of other circles may run it more often, or not at all.
+        meeting: Ranks that run it together; others may run it more often, or not at all.
     """
     problem: str | None = None
-    for circle in MEETINGS:
-        if circle == "world" or size_of(mesh, circle) > 1:
-            group = None if circle == "world" or mesh is None else mesh.get_group(circle)
+    for one in MEETINGS:
+        if one == "world" or size_of(mesh, one) > 1:
+            group = None if one == "world" or mesh is None else mesh.get_group(one)
             told = exchange((dist.get_rank(), name, problem), group=group)
             problem = next((p for *_, p in told if p), None) or _apart(told)
-        if circle == meeting and problem is None:
+        if one == meeting and problem is None:
             return
     raise ValueError(problem)
 

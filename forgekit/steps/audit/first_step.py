@@ -63,14 +63,13 @@ class Audit:
         with ExitStack() as hooks:
             if compares:
                 modules = dict(model.named_modules())
-                here: set[tuple[str, Meeting | None]] = {
-                    (name, self._meeting(name, module, gathered))
+                here: set[tuple[str, Meeting]] = {
+                    (name, meeting)
                     for name, module in modules.items()
+                    if (meeting := self._meeting(name, module, gathered)) is not None
                 }
                 # Ranks without experts have no module to gather there.
                 for name, meeting in here.intersection(*exchange(here)):
-                    if meeting is None:
-                        continue
                     at = name or type(model).__name__
                     compare = partial(compare_modules, mesh, at, meeting)
                     # In front of FSDP's own hook.
