@@ -239,7 +239,7 @@ def steps(bench: Bench) -> Iterator[Row]:
 def on_policy(bench: Bench) -> Iterator[Row]:
     """Find log-probabilities of sampling again in training, bit for bit, and what that costs."""
     sys.path.append(str(Path(__file__).parent.parent / "tests"))
-    from run.test_on_policy import ADAPTERS, DTYPES, build, differing, prompts_of
+    from evaluation.test_on_policy import ADAPTERS, DTYPES, build, differing, prompts_of
 
     count, new = (3, 2) if bench.is_tiny else (20, 100)
     for dtype in DTYPES:

@@ -19,11 +19,15 @@ LONG = (
     "distributed/test_oracle.py",
     "recipes",
     "chaos",
-    "run/test_verify.py",
+    "verification",
     "run/test_health.py",
     "distributed",
     "parallel",
     "steps",
+    "plan",
+    "checkpoints",
+    "evaluation",
+    "huggingface",
     "run",
 )
 """What takes longest; a worker that got it last would keep the others waiting."""

@@ -1,7 +1,7 @@
 """The model families that a ``Transformer`` is: their ``config.json``, and their names on disk.
 
 A family is a row of ``FAMILIES``. A dense one needs its row, with the defaults of its configuration
-class in transformers; a row of ``tests/run/huggingface_models.py``, so that the tests compare it
+class in transformers; a row of ``tests/huggingface_models.py``, so that the tests compare it
 with transformers; and its name in ``docs/huggingface.md``. What it writes is read back and
 compared.
 """

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch.nn.functional as F
+from evaluation.test_on_policy import build, differing, packed, padded, prompts_of
 from faults.planting import function
 from faults.table import Check, Fault, judge_numbers
-from run.test_on_policy import build, differing, packed, padded, prompts_of
 
 
 def _sampled(_rank: int, _world: int) -> dict[str, float]:

@@ -23,7 +23,7 @@ def _measure(rank: int, world: int) -> Any:
 
 def _compare(by_rank: Sequence[Any]) -> str:
     """What differs between the plan, made in this process, and the first rank."""
-    from run.test_plan import job_of
+    from plan.test_plan import job_of
 
     from forgekit.plan.plan import plan_ranks
 

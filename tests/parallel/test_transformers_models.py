@@ -7,9 +7,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_models import MODELS, MORE, SIZES, save_model, some_ids
 from lab import full_tensors, relative_error
 from pool import run_ranks
-from run.huggingface_models import MODELS, MORE, SIZES, save_model, some_ids
 from safetensors.torch import load_file
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh

@@ -7,7 +7,7 @@ import json
 import attrs
 import pytest
 import torch
-from run.huggingface_models import load, logits_of, save_model
+from huggingface_models import load, logits_of, save_model
 
 import forgekit as fk
 from forgekit.cli import main

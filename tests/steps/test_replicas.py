@@ -1,7 +1,7 @@
 """The sum over replica groups and the vote, without torchft: groups in threads of one process.
 
-What a group is told by its neighbours comes from threads here; `tests/run/test_replica_groups.py`
-has processes that torchft keeps track of.
+What a group is told by its neighbours comes from threads here;
+`tests/replicas/test_replica_groups.py` has processes that torchft keeps track of.
 """
 
 from __future__ import annotations

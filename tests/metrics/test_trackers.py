@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 from lab import file_size_limit
-from run.test_metrics import create, train
+from metrics.test_metrics import create, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
 

@@ -8,9 +8,9 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from huggingface_models import MODELS, SIZES
 from lab import alone, lay_out
 from pool import run_ranks
-from run.huggingface_models import MODELS, SIZES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode

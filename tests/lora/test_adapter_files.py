@@ -12,9 +12,9 @@ import pytest
 import torch
 from adapted import build, move
 from covering import first_of, some_of
+from huggingface_models import logits_of, make_model, some_ids
 from lab import full_tensors, relative_error
 from pool import run_ranks
-from run.huggingface_models import logits_of, make_model, some_ids
 from safetensors.torch import load_file, save_file
 from saved import assert_same, truncate
 from torch import nn

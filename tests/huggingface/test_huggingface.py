@@ -10,9 +10,9 @@ import attrs
 import pytest
 import torch
 from covering import some_of
+from huggingface_models import MODELS, load, logits_of, make_model, save_model, some_ids
 from lab import file_size_limit, full, full_tensors, relative_error
 from pool import run_again, run_ranks
-from run.huggingface_models import MODELS, load, logits_of, make_model, save_model, some_ids
 from safetensors.torch import load_file, save_file
 from saved import assert_same
 
