@@ -291,38 +291,21 @@ def _write(
     """Write and commit on all ranks; what goes wrong after the commit is logged."""
     step = description["step"]
     try:
-        before = before_commit or (lambda: None)
-        with storage.writing(ranks, step, before) as (folder, inside):
+        with storage.writing(ranks, step, before_commit or (lambda: None)) as (folder, inside):
             descriptions = ranks.gather(description)
             keys = ranks.first(lambda: share_out(descriptions))
 
             def write() -> dict[str, Any]:
-                mine = {key: tensors[key] for key in keys[ranks.rank]}
+                shards = {key: tensors[key] for key in keys[ranks.rank]}
                 name = shard_name(ranks.rank)
-                entry = _write_shard(folder / name, mine, description["boxes"])
+                entry = _write_shard(folder / name, shards, description["boxes"])
                 storage.deliver(folder, inside, step, name)
                 return {name: entry}
 
             # Every rank has delivered when this returns, so the manifest lists only what is there.
             files = ranks.each(write)
-
-            def list_files() -> None:
-                manifest = merge(descriptions)
-                for rank, written in enumerate(keys):
-                    for key in written:
-                        box = descriptions[rank]["boxes"][key]
-                        chunks = manifest["tensors"][key].setdefault("chunks", [])
-                        chunks.append([rank, chunk_name(key, box), box])
-                _, earlier = next(committed(storage), (None, {}))
-                manifest |= {
-                    "run": earlier.get("run") or uuid.uuid4().hex,
-                    "world": ranks.world,
-                    "files": {name: entry for part in files for name, entry in part.items()},
-                    "folder": inside,
-                }
-                write_atomic(folder / MANIFEST, format_manifest(manifest))
-
-            ranks.first(list_files)
+            facts = {"world": ranks.world, "folder": inside}
+            ranks.first(lambda: _write_manifest(storage, folder, descriptions, keys, files, facts))
     except Exception as error:
         raise CheckpointError(
             f"step {step} could not be saved to {storage}: {explain(error).rstrip('.')}. "
@@ -331,6 +314,27 @@ def _write(
     with only_warns(f"{storage.path(step)} is saved, but older ones could not be deleted"):
         ranks.first(lambda: (storage.point_latest(step), retain(storage, keep, step)))
     return storage.path(step)
+
+
+def _write_manifest(
+    storage: Storage,
+    folder: Path,
+    descriptions: list[dict[str, Any]],
+    keys: list[list[str]],
+    files: list[dict[str, Any]],
+    facts: dict[str, Any],
+) -> None:
+    """Write which file has which chunk of each tensor, and what each file's checksum is."""
+    manifest = merge(descriptions)
+    for rank, (description, written) in enumerate(zip(descriptions, keys, strict=True)):
+        for key in written:
+            box = description["boxes"][key]
+            chunks = manifest["tensors"][key].setdefault("chunks", [])
+            chunks.append([rank, chunk_name(key, box), box])
+    _, earlier = next(committed(storage), (None, {}))
+    manifest["run"] = earlier.get("run") or uuid.uuid4().hex
+    manifest["files"] = {name: entry for part in files for name, entry in part.items()}
+    write_atomic(folder / MANIFEST, format_manifest(manifest | facts))
 
 
 def _write_shard(file: Path, tensors: dict[str, Tensor], boxes: dict[str, Any]) -> dict[str, Any]:

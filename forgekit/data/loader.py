@@ -11,7 +11,7 @@ import itertools
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import numpy as np
@@ -203,6 +203,19 @@ class Share:
         return (self._take() for _ in range(self._size))
 
 
+class _Part(NamedTuple):
+    """The micro-batches of each step that are taken: from ``first`` to ``stop``, of ``whole``."""
+
+    first: int
+    stop: int
+    whole: int
+
+    def number(self, position: int) -> int:
+        """Number of a micro-batch, counted over whole steps, from its position in this part."""
+        steps, within = divmod(position, self.stop - self.first)
+        return steps * self.whole + self.first + within
+
+
 class Loader:
     """One rank's micro-batches, in order; ``make_loader`` makes one.
 
@@ -220,7 +233,7 @@ class Loader:
         self._reader = Reader()
         self._position = 0  # micro-batches taken since batches.start
         self._loops = 0
-        self._part = slice(0, 1, 1)  # of each step's micro-batches, and how many those are
+        self._part = _Part(0, 1, 1)
 
     @property
     def wait_seconds(self) -> float:
@@ -230,7 +243,7 @@ class Loader:
     @property
     def samples(self) -> int:
         """Rows that all ranks have consumed, without padding, after the last micro-batch."""
-        return self._batches.consumed(_number(self._part, self._position) - self._part.start)
+        return self._batches.consumed(self._part.number(self._position) - self._part.first)
 
     @property
     def is_endless(self) -> bool:
@@ -317,13 +330,13 @@ class Loader:
                 f"{nearest_multiples(micro_batches, multiple)}. Change global_batch_size."
             )
         low, high = (g * units // participants * multiple for g in (index, index + 1))
-        part = slice(low, max(high, low + multiple), micro_batches)
+        part = _Part(low, max(high, low + multiple), micro_batches)
         if (start, tuple(skip), part) != (self.samples, self._batches.skips, self._part):
             self.seek(start, skip)
             self._part = part
         rows = self._batches.world * self._batches.batch_size
         samples, whole = (high - low) * rows, (micro_batches, rows)
-        return Share(low, samples, whole, part.stop - low, self._take)
+        return Share(low, samples, whole, part.stop - part.first, self._take)
 
     def locate(self, first: int, stop: int) -> list[tuple[str | None, int]]:
         """Find which row of the dataset each of some samples is.
@@ -389,13 +402,7 @@ class Loader:
     def _open(self) -> Generator[Any]:
         at = self._position
         positions = itertools.count(at) if self.is_endless else range(at, len(self))
-        return self._compute(self._batches, map(partial(_number, self._part), positions))
-
-
-def _number(part: slice, position: int) -> int:
-    """Find the number of the micro-batch that is taken after so many others of its part."""
-    steps, within = divmod(position, part.stop - part.start)
-    return steps * part.step + part.start + within
+        return self._compute(self._batches, map(self._part.number, positions))
 
 
 def _is_endless(dataset: Any) -> bool:

@@ -75,10 +75,37 @@ def split_model(model: nn.Module, blocks: str, stages: int, mine: Sequence[int])
     names = blocks.split(".")
     path = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names) + 1)]
     parts = list(_parts(path, names))
-    costs = [cost_of(block) for _, block in _children(path[-1])]
+    bounds = _assign(parts, path[-1], blocks, stages)
+    _check_held(model, path)
+    _check_tied(model, parts)
+    owners = _owners(parts, nn.Module.modules)
+    block_names = [part.name for part in parts if part.parent is path[-1]]
+    last_blocks = [block_names[end - 1] for end in bounds[1:]]
+    holders = {part.name: part.stage for part in parts if part.stage is not None}
+    # Modules on the way to the parts: their code runs in every stage.
+    frame = list(dict.fromkeys([*path, *(part.parent for part in parts)]))
+    held, copies = [], []
+    for number in mine:
+        twins = _copy_frame(frame)
+        its_parts = {part.name: part.module for part in parts if part.stage == number}
+        held.append(Stage(number, twins[model], its_parts, holders, last_blocks))
+        _leave_out(parts, twins, held[-1])
+        copies += twins.items()
+    # The model itself keeps the parts of this rank's stages.
+    for part in parts:
+        if part.stage not in (None, *mine):
+            part.parent._modules[part.child] = Absent(part.module, part.name)
+            part.module.register_forward_pre_hook(partial(_refuse_left_out, part.name))
+    shared = {module for module, of in owners.items() if None in of or len(of) > 1}
+    return SplitModel(held, copies, shared | {twin for _, twin in copies}, last_blocks)
+
+
+def _assign(parts: list[_Part], blocks: nn.Module, name: str, stages: int) -> list[int]:
+    """Assign parts to stages, in place; return the first block of each stage, and their number."""
+    costs = [cost_of(block) for _, block in _children(blocks)]
     if len(costs) < stages:
         raise ValueError(
-            f"{blocks!r} has {len(costs)} blocks for {stages} pipeline stages. Use at least "
+            f"{name!r} has {len(costs)} blocks for {stages} pipeline stages. Use at least "
             f"{stages} blocks, or a mesh and pipeline_schedule with at most {len(costs)} stages."
         )
     ends = ([cost_of(p.module) for p in parts if p.stage == end] for end in (-1, len(costs)))
@@ -87,34 +114,22 @@ def split_model(model: nn.Module, blocks: str, stages: int, mine: Sequence[int])
     for part in parts:
         if part.stage is not None:
             part.stage = min(max(bisect.bisect(bounds, part.stage) - 1, 0), stages - 1)
-    _check_held(model, path)
-    _check_tied(model, parts)
-    owners = _owners(parts, nn.Module.modules)
-    # Copied for each stage: modules on the way to the parts, whose code runs in every stage.
-    above = list(dict.fromkeys([*path, *(part.parent for part in parts)]))
-    copies: list[tuple[nn.Module, nn.Module]] = []
-    holders = {part.name: part.stage for part in parts if part.stage is not None}
-    block_names = [part.name for part in parts if part.parent is path[-1]]
-    last_blocks = [block_names[end - 1] for end in bounds[1:]]
-    held = []
-    for number in mine:
-        twins = {module: _shallow(module) for module in above}
-        for module, twin in twins.items():
-            twin._modules.update({n: twins[m] for n, m in _children(module) if m in twins})
-        copies += twins.items()
-        its_parts = {part.name: part.module for part in parts if part.stage == number}
-        stage = Stage(number, twins[model], its_parts, holders, last_blocks)
-        for part in parts:
-            if part.stage not in (None, number):
-                twins[part.parent]._modules[part.child] = Absent(part.module, part.name, stage)
-        held.append(stage)
-    # The model itself keeps the parts of this rank's stages.
+    return bounds
+
+
+def _copy_frame(frame: list[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Copy the modules above the parts, so that each copy holds the copies below it."""
+    twins = {module: _shallow(module) for module in frame}
+    for module, twin in twins.items():
+        twin._modules.update({name: twins[m] for name, m in _children(module) if m in twins})
+    return twins
+
+
+def _leave_out(parts: list[_Part], twins: dict[nn.Module, nn.Module], stage: Stage) -> None:
+    """Replace the parts of other stages in a stage's copy of the frame, in place."""
     for part in parts:
-        if part.stage not in (None, *mine):
-            part.parent._modules[part.child] = Absent(part.module, part.name)
-            part.module.register_forward_pre_hook(partial(_refuse_left_out, part.name))
-    shared = {module for module, of in owners.items() if None in of or len(of) > 1}
-    return SplitModel(held, copies, shared | {twin for _, twin in copies}, last_blocks)
+        if part.stage not in (None, stage.number):
+            twins[part.parent]._modules[part.child] = Absent(part.module, part.name, stage)
 
 
 def cost_of(module: nn.Module) -> float:
