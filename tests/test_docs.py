@@ -35,7 +35,10 @@ def test_pictures_are_drawn_from_the_code(tmp_path):
     assert all(f"(pictures/{name})" in shown for name in drawn)
 
 
-@pytest.mark.parametrize(("page", "least"), [("data.md", 40), ("huggingface.md", 20)])
+@pytest.mark.parametrize(
+    ("page", "least"),
+    [("data.md", 40), ("huggingface.md", 20), ("porting.md", 15), ("heads.md", 20)],
+)
 def test_the_examples_of_a_page_run(page, least, tmp_path, monkeypatch):
     """One after the other, in an empty folder: each goes on where the one before it ended."""
     monkeypatch.chdir(tmp_path)
