@@ -7,11 +7,13 @@ import doctest
 import functools
 import importlib
 import inspect
+import math
 import re
 from pathlib import Path
 
 import floors
 import pytest
+import torch
 from distributed.matrix import LAYOUTS
 from lazy_clock import simulate
 from runs import launch
@@ -69,6 +71,23 @@ def test_the_script_of_a_page_trains(page, least, written, tmp_path, monkeypatch
     assert (tmp_path / written).exists()
     if page == "foreign.md":
         fk.load_huggingface(model, "tuned")
+
+
+def test_the_loop_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ids = torch.arange(6000) % 50
+    fk.write_tokens("data/stdlib", [ids.numpy()], vocab_size=4096, eos_id=0)
+    (loop,) = re.findall(
+        r"^## Write your own loop\n\n```python\n(.*?)^```$",
+        (DOCS.parent / "README.md").read_text(),
+        re.M | re.S,
+    )
+    names = {}
+    exec(compile(loop, "README.md", "exec"), names)
+    state, metrics = names["state"], names["metrics"]
+    assert (state.step, state.samples) == (6, len(names["dataset"]))
+    assert 0 < metrics["loss"] < math.log(4096)
+    assert names["norms"].keys() == dict(state.model.named_parameters()).keys()
 
 
 def test_the_table_of_layouts_is_complete_and_within_the_bounds():
