@@ -40,7 +40,8 @@ def is_integer(value: Any) -> bool:
         >>> is_integer(3), is_integer(True), is_integer(3.0)
         (True, False, False)
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool"
+    if is_bool or not hasattr(value, "__index__"):
         return False
     try:
         operator.index(value)

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor
 
-from forgekit.checks import check_choice
+from forgekit.checks import brief, check_choice, is_integer
 from forgekit.data.batch import IGNORED
 from forgekit.data.packing import pack
 
-EQUAL = 1e-6
-"""Rewards of a group that differ by less than this, as a share of the largest, are equal."""
+ULPS = 8
+"""Rewards of a group that differ by no more roundings of the largest are equal, as sums may be."""
 
 
 def group_advantages(
@@ -25,48 +26,56 @@ def group_advantages(
     """How much better each answer is than the mean of its group.
 
     Args:
-        rewards: ``[n]``.
-        groups: The group of each, by any name: a group's answers may stand anywhere.
+        rewards: ``[n]``, on any device.
+        groups: ``[n]``, the group of each by its name, in any order: numbers, texts, tensors, or
+            tuples of these. Names that are equal are one, whichever of them they are.
         scale: ``"std"`` divides by the group's standard deviation (of a population), as GRPO does;
             None leaves differences as they are, as Dr. GRPO does.
 
     Returns:
-        ``[n]`` float64. Those of a group add up to 0. They are 0 in a group of one and where all
-        rewards are equal but for rounding: there is nothing to prefer.
+        ``[n]`` float64 on the host. Those of a group add up to 0. They are 0 in a group of one and
+        where all rewards are equal but for rounding, within 8 units in the last place of the
+        largest: there is nothing to prefer. Tensors and arrays of float32 and below count in units
+        of float32, all other rewards in those of float64.
 
     Raises:
-        ValueError: If a reward is not finite, there are other numbers of rewards and groups, or
-            ``scale`` is neither.
+        ValueError: If a reward is not finite, there are other numbers of rewards and groups, a name
+            cannot be compared, as NaN, or ``scale`` is neither.
 
     Examples:
         >>> group_advantages([1.0, 0.0, 0.25, 0.5], ["a", "a", "b", "b"]).tolist()
         [1.0, -1.0, -1.0, 1.0]
     """
     check_choice("scale", scale or "std", ["std"])
-    values = torch.as_tensor(rewards, dtype=torch.float64)
-    if values.shape != (len(groups),):
+    given, names = _as_given(rewards, float), _names(groups)
+    values = given.double()
+    if values.shape != (len(names),):
         raise ValueError(
-            f"rewards has shape {tuple(values.shape)} and there are {len(groups)} groups; each "
+            f"rewards has shape {tuple(values.shape)} and there are {len(names)} groups; each "
             "answer needs one of both."
         )
     if not values.isfinite().all():
         bad = int((~values.isfinite()).nonzero()[0])
         raise ValueError(
-            f"the reward of answer {bad} (group {groups[bad]!r}) is {values[bad]:g}; the mean of "
+            f"the reward of answer {bad} (group {names[bad]!r}) is {values[bad]:g}; the mean of "
             "its group would be too. Give failed answers a finite reward, or leave out their group."
         )
     numbers: dict[Hashable, int] = {}
-    at = torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups]).long()
-    sizes = torch.bincount(at).double()
+    at = torch.tensor([numbers.setdefault(name, len(numbers)) for name in names]).long()
 
-    def means(of: Tensor) -> Tensor:
-        return (torch.zeros_like(sizes).index_add_(0, at, of) / sizes)[at]
+    def of_groups(reduce: str, of: Tensor) -> Tensor:
+        each = torch.zeros(len(numbers), dtype=torch.float64)
+        return each.scatter_reduce(0, at, of, reduce, include_self=False)[at]
 
-    apart = values - means(values)
-    deviation = means(apart.square()).sqrt()
-    largest = torch.zeros_like(sizes).scatter_reduce(0, at, values.abs(), "amax")[at]
-    is_equal = deviation <= EQUAL * largest
-    return torch.where(is_equal, 0.0, apart / deviation if scale == "std" else apart)
+    smallest = of_groups("amin", values)
+    apart = values - smallest  # first: a mean of large parts would round small differences off
+    spread, apart = of_groups("amax", apart), apart - of_groups("mean", apart)
+    share = apart / spread  # whose squares neither vanish nor overflow
+    is_coarse = given.is_floating_point() and given.dtype.itemsize < 8
+    rounding = ULPS * torch.finfo(torch.float32 if is_coarse else torch.float64).eps
+    is_equal = spread <= rounding * of_groups("amax", values.abs())
+    scaled = share / of_groups("mean", share.square()).sqrt() if scale == "std" else apart
+    return torch.where(is_equal, 0.0, scaled)
 
 
 def rollout_batch(
@@ -93,11 +102,14 @@ def rollout_batch(
             a list of prompts: whole texts that begin with their prompts, and the log-probability of
             each new token.
         rewards: ``[n]``.
-        groups: ``[n]`` names of groups, such as the number of the prompt.
+        groups: ``[n]`` names of groups, such as the number of the prompt, as for
+            ``group_advantages``.
         versions: Of the weights that sampled: one number, one for each answer, or ``[new]`` numbers
             of its tokens for each; 0 if left out.
-        trained: For each answer ``[new]`` bool or, for all its tokens, None; all if left out.
-        advantages: ``[n]``, or ``[new]`` for each answer; by default those of ``group_advantages``.
+        trained: For each answer ``[new]`` bool (or 0 and 1) or, for all its tokens, None; all if
+            left out.
+        advantages: ``[n]``, or ``[new]`` for each answer, finite where a token is trained; by
+            default those of ``group_advantages``.
         scale: As for ``group_advantages``.
         pad_to: Positions of a row; that of the longest text if left out.
         rows: Rows, those of padding included; as many as the texts fill if left out. A pipeline
@@ -106,12 +118,16 @@ def rollout_batch(
     Returns:
         TensorDict of ``[b s]``: ``input_ids``, ``labels`` (shifted, -100 where nothing is trained),
         ``log_probs``, ``advantages`` and ``rewards`` (of a token's text) float32, ``versions``
-        int64, ``lengths`` int64 (trained tokens of a token's text), ``doc_ids`` (-1 on padding) and
-        ``position_ids``. Where no text has two tokens, one row of padding.
+        int64, ``lengths`` int64 (trained tokens of a token's text), ``empty`` bool (the first
+        position of each text without a trained token, whose reward stands there), ``doc_ids`` (-1
+        on padding) and ``position_ids``. A text of one token has one position. Of no texts, one row
+        of padding.
 
     Raises:
-        ValueError: If a text does not begin with its prompt, numbers do not fit, a log-probability
-            is not finite, a text is longer than a row, or all of them than the rows.
+        ValueError: If a text does not begin with its prompt, what is given for an answer is not one
+            number for each of its new tokens (or, where that is allowed, one for all), a number is
+            not finite or not what it must be, a text is longer than a row, or all of them than the
+            rows.
 
     Examples:
         >>> from forgekit.evaluation.generate import Generated
@@ -122,14 +138,14 @@ def rollout_batch(
     """
     if advantages is None:
         advantages = group_advantages(rewards, groups, scale=scale)
-    if versions is None or isinstance(versions, int):
-        versions = [versions or 0] * len(prompts)
+    if versions is None or is_integer(versions):
+        versions = [int(versions or 0)] * len(prompts)
     trained = [None] * len(prompts) if trained is None else trained
     columns_of = prompts, generated.ids, generated.log_probs, advantages, rewards, versions, trained
     answers = enumerate(zip(*columns_of, strict=True))
     texts = [_text(number, *answer) for number, answer in answers]
     sizes = [len(text["input_ids"]) for text in texts]
-    if not any(sizes):
+    if not sizes:
         return _padding(rows or 1, pad_to or 1)
     width = pad_to or max(sizes)
     bins = pack(sizes, width, long="error")
@@ -185,7 +201,7 @@ def join_rollouts(
         if not (count := len(message["prompts"])):
             raise ValueError(f"message {number} holds no answer; leave out groups without one.")
         whole = {"groups": [0] * count, "versions": 0, "trained": [None] * count, **message}
-        if isinstance(whole["versions"], int):
+        if is_integer(whole["versions"]):
             whole["versions"] = [whole["versions"]] * count
         if "advantages" not in message:
             whole["advantages"] = group_advantages(whole["rewards"], whole["groups"], scale=scale)
@@ -202,6 +218,9 @@ class _Answers(NamedTuple):
     log_probs: list[Any]
 
 
+_RULES = MappingProxyType(
+    {torch.bool: "True or False", torch.int64: "an integer", torch.float32: "a finite float32"}
+)
 _OF_ANSWERS = ("log_probs", "rewards", "groups", "versions", "trained", "advantages")
 FILLED = MappingProxyType({"labels": IGNORED, "doc_ids": -1})
 """What stands on padding, where it is not 0."""
@@ -210,8 +229,39 @@ FILLED = MappingProxyType({"labels": IGNORED, "doc_ids": -1})
 def _padding(rows: int, width: int) -> TensorDict:
     text = _text(0, [0], [0], [], [], 0.0, [], None)
     text["doc_ids"] = text["input_ids"]
-    row = {n: F.pad(v, (0, width), value=FILLED.get(n, 0))[None] for n, v in text.items()}
-    return TensorDict({name: values.repeat(rows, 1) for name, values in row.items()}, [rows])
+    columns = {n: v.new_full((rows, width), FILLED.get(n, 0)) for n, v in text.items()}
+    return TensorDict(columns, [rows])
+
+
+def _as_given(values: Any, dtype: type | None = None) -> Tensor:
+    """Numbers on the host: tensors in their own dtype, Python's in numpy's or the one given."""
+    if not hasattr(values, "dtype"):
+        is_typed = isinstance(values, Iterable) and all(hasattr(one, "dtype") for one in values)
+        values = values if is_typed else np.asarray(values, dtype)
+    return torch.as_tensor(values, device="cpu").detach()
+
+
+def _names(groups: Any) -> list[Hashable]:
+    """Names of groups as keys that are equal where the names are; a tensor's is its identity."""
+    if len(shape := getattr(groups, "shape", (0,))) != 1:
+        raise ValueError(f"groups has shape {tuple(shape)}; it must be [n], a name of each answer.")
+    return [_name(group) for group in groups]
+
+
+def _name(name: Any) -> Hashable:
+    name = name.tolist() if hasattr(name, "tolist") else name
+    if isinstance(name, list | tuple):
+        return tuple(map(_name, name))
+    try:
+        is_comparable = bool(name == name) and isinstance(hash(name), int)
+    except TypeError:
+        is_comparable = False
+    if not is_comparable:
+        raise ValueError(
+            f"groups holds {brief(name)}, which cannot be compared with other names. Name a group "
+            "by a number, a text, a tensor, or a tuple of these."
+        )
+    return name
 
 
 def _text(
@@ -224,7 +274,7 @@ def _text(
     versions: Any,
     trained: Any,
 ) -> dict[str, Tensor]:
-    """The columns of one text, one position less than it has tokens."""
+    """The columns of one text, one position less than it has tokens, and at least one."""
     prompt, ids = torch.as_tensor(prompt).cpu(), torch.as_tensor(ids).cpu()
     new = len(ids) - len(prompt)
     if not len(prompt) or new < 0 or not torch.equal(ids[: len(prompt)], prompt):
@@ -232,32 +282,52 @@ def _text(
             f"answer {number} has {len(ids)} ids that do not begin with its prompt of "
             f"{len(prompt)}; pass whole texts with the ids that were sampled, never encoded again."
         )
-    log_probs = torch.as_tensor(log_probs, dtype=torch.float32)
-    if len(log_probs) != new or not log_probs.isfinite().all():
-        raise ValueError(
-            f"answer {number} has {new} new tokens and {int(log_probs.isfinite().sum())} finite "
-            f"log-probabilities of {len(log_probs)}; each sampled token needs one."
-        )
-    is_trained = torch.ones(new, dtype=torch.bool)
+    first, size = len(prompt) - 1, max(len(ids) - 1, 1)  # which predicts the first new token
+    is_new = is_trained = torch.ones(new, dtype=torch.bool)
     if trained is not None:
-        is_trained = torch.as_tensor(trained, dtype=torch.bool)
-    labels = ids[1:].long()
-    first = len(prompt) - 1  # the position that predicts the first new token
+        is_trained = _of_tokens(f"answer {number}: trained", trained, torch.bool, is_new)
 
-    def at_new(values: Any, dtype: torch.dtype, fill: int = 0) -> Tensor:
-        whole = torch.full((len(labels),), fill, dtype=dtype)
-        whole[first:] = torch.where(
-            is_trained, torch.as_tensor(values, dtype=dtype, device="cpu"), fill
-        )
+    def at_new(values: Tensor, fill: int = 0) -> Tensor:
+        whole = torch.full((size,), fill, dtype=values.dtype)
+        whole[first : first + new] = torch.where(is_trained, values, fill)
         return whole
 
+    def taken(name: str, values: Any, dtype: torch.dtype, at: Tensor, *, one: bool) -> Tensor:
+        return at_new(_of_tokens(f"answer {number}: {name}", values, dtype, at, one=one))
+
+    lengths, is_empty = is_trained.sum(), torch.zeros(size, dtype=torch.bool)
+    rewards = at_new(torch.tensor(float(reward)).expand(new))
+    if not lengths:
+        is_empty[0], rewards[0] = True, float(reward)
     return {
-        "input_ids": ids[:-1].long(),
-        "labels": at_new(labels[first:], torch.int64, IGNORED),
-        "log_probs": at_new(log_probs, torch.float32),
-        "advantages": at_new(advantages, torch.float32),
-        "rewards": at_new(float(reward), torch.float32),
-        "versions": at_new(versions, torch.int64),
-        "lengths": at_new(is_trained.sum(), torch.int64),
-        "position_ids": torch.arange(len(labels)),
+        "input_ids": ids[:size].long(),
+        "labels": at_new(ids[len(prompt) :].long(), IGNORED),
+        "log_probs": taken("log_probs", log_probs, torch.float32, is_new, one=False),
+        "advantages": taken("advantages", advantages, torch.float32, is_trained, one=True),
+        "rewards": rewards,
+        "versions": taken("versions", versions, torch.int64, is_trained, one=True),
+        "lengths": at_new(lengths.expand(new)),
+        "empty": is_empty,
+        "position_ids": torch.arange(size),
     }
+
+
+def _of_tokens(
+    name: str, values: Any, dtype: torch.dtype, at: Tensor, *, one: bool = False
+) -> Tensor:
+    """Numbers of new tokens, ``[new]``, or of ``one`` for all, right at least where ``at`` is."""
+    given = _as_given(values)
+    if given.shape != at.shape and not (one and given.ndim == 0):
+        raise ValueError(
+            f"{name} has shape {tuple(given.shape)} for {len(at)} new tokens; it must be "
+            f"[{len(at)}]{' or one number' if one else ''}."
+        )
+    given = given.expand(at.shape)
+    taken = given.to(dtype)
+    is_right = taken.isfinite() if dtype.is_floating_point else taken == given
+    if (wrong := (at & ~is_right).nonzero()).numel():
+        token = int(wrong[0])
+        raise ValueError(
+            f"{name} of token {token} is {given[token]:g}; it must be {_RULES[dtype]}."
+        )
+    return taken

@@ -28,8 +28,10 @@ never corrected.
 
 A batch holds, ``[b s]`` each: ``labels`` (-100 where nothing is trained), ``log_probs`` of the
 sampler, ``advantages``, ``lengths`` (trained tokens of a token's sequence), and where they are
-asked for ``reference`` and ``old_log_probs``. ``rollout_batch`` builds it. A ``RolloutStream`` adds
-``staleness``, the trainer's version minus that of the weights that sampled a token.
+asked for ``reference`` and ``old_log_probs``. ``rollout_batch`` builds it, and for the metrics
+``rewards`` and ``empty``, which marks one position of each answer without a trained token. A
+``RolloutStream`` adds ``staleness``, the trainer's version minus that of the weights that sampled a
+token.
 
 References:
     PPO, https://arxiv.org/abs/1707.06347; GRPO, https://arxiv.org/abs/2402.03300;
@@ -141,7 +143,8 @@ def grpo_loss(
         trained tokens ``rollout/ratio``, ``rollout/clipped`` (the share whose gradient the clip has
         ended), ``rollout/mismatch_kl`` (k3 of this policy against the sampler's), with a penalty
         ``rollout/kl`` and, where the batch has ``staleness``, ``rollout/staleness``; and those over
-        sequences ``rollout/length`` and, where it has ``rewards``, ``rollout/reward``.
+        answers ``rollout/length`` and, where it has ``rewards``, ``rollout/reward``: over all of
+        them, those without a trained token too, if the batch has ``empty``.
 
     Raises:
         KeyError: If the batch lacks what is asked for.
@@ -289,6 +292,7 @@ class _Terms:
     lengths: Tensor
     metrics: dict[str, Tensor]
     rewards: Tensor | None
+    is_empty: Tensor | None
 
     def over_tokens(self) -> Loss:
         return self._loss(self.losses, self.is_trained.sum())
@@ -300,6 +304,8 @@ class _Terms:
 
     def _loss(self, losses: Tensor, count: Tensor) -> Loss:
         tokens, share = self.is_trained.sum(), torch.where(self.is_trained, 1 / self.lengths, 0.0)
+        if self.is_empty is not None:
+            share = torch.where(self.is_empty, 1.0, share)
         means = {f"rollout/{n}": (values.sum(), tokens) for n, values in self.metrics.items()}
         means["rollout/length"] = tokens, share.sum()
         if self.rewards is not None:
@@ -349,7 +355,9 @@ def _terms(
         losses, metrics["kl"] = losses + kl.weight * penalty, penalty
     metrics = {n: torch.where(is_trained, v.detach(), 0) for n, v in metrics.items()}
     losses, rewards = torch.where(is_trained, losses, 0.0), batch.get("rewards", None)
-    return _Terms(losses, is_trained, lengths, metrics, rewards)
+    # Without its document ids a row is padding, as of a rank that has no more rollouts.
+    is_empty = batch["empty"] & (batch["doc_ids"] >= 0) if "empty" in batch else None
+    return _Terms(losses, is_trained, lengths, metrics, rewards, is_empty)
 
 
 def _sequence_means(log_ratio: Tensor, documents: Tensor, lengths: Tensor) -> Tensor:

@@ -306,6 +306,7 @@ def test_a_batch_holds_the_sampled_ids_and_its_metrics_are_means_over_answers():
         "rewards": [0, 1.0, 0, 1.0, 5.0, 0, 0],
         "versions": [0, 7, 0, 8, 7, 0, 7],
         "lengths": [0, 2, 0, 2, 1, 0, 1],
+        "empty": [0] * 7,
         "doc_ids": [0, 0, 0, 0, 1, 2, 2],
         "position_ids": [0, 1, 2, 3, 0, 0, 1],
     }
