@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import logging
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forgekit.checks import brief, check_integers
+from forgekit.checks import brief, check_integers, is_integer, wrong_type
 from forgekit.files import write_atomic
 from forgekit.mesh import process_rank
 from forgekit.model.batch_invariant import linear_by_tile, log_probs_of
@@ -25,7 +27,10 @@ from forgekit.parallel.agreement import exchange, raise_together
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.parallel.layout import full
 from forgekit.state import Layout, TrainState, layout_of, was_parallelized
+from forgekit.steps.log_probs import LEAST_TEMPERATURE
 from forgekit.steps.micro_batch import evaluating
+
+log = logging.getLogger("forgekit")
 
 
 class Generated(NamedTuple):
@@ -67,7 +72,8 @@ def generate(
 
     Keys and values of a ``Transformer`` are kept, so a new token costs one position's work, until
     a row is longer than ``max_seq_len``: from there on, and with any other model, the last
-    ``max_seq_len`` tokens run through the model for each new one.
+    ``max_seq_len`` tokens run through the model for each new one. A warning says so: what stands
+    before them is no longer seen. Rows that are short enough see all of theirs.
 
     On several ranks of a model that ``parallelize`` returned every rank calls it, each with as many
     prompts as it likes, or none; ranks go on until the last one is done. Ranks that share a
@@ -79,14 +85,15 @@ def generate(
             object with them as ``logits``, as models of transformers do.
         prompts: ``[b s]`` int, or a list of 1-D tensors (or lists) of any lengths, at least 1.
         max_new_tokens: Tokens to add to each row at most.
-        temperature: Divides the logits; 0 takes the most likely token.
-        top_k: Sample from the ``top_k`` most likely tokens only.
-        top_p: Sample from the most likely tokens that together have this probability.
+        temperature: Divides the logits; 0 takes the most likely token, of several the first, and
+            so does what is below 1e-30, whose limit that is.
+        top_k: Sample from the ``top_k`` most likely tokens only, of equal ones from the first.
+        top_p: Sample from the fewest most likely tokens that together have this probability.
         stop: Sequences of token ids; a row ends with the first of them that it has produced.
         eos_id: The id that ends a row.
         seed: Seed of the samples.
-        samples: The sample number of each row, ``0 .. b-1`` if None. Ranks with prompts of their
-            own pass different ones.
+        samples: The sample number of each row, an integer, ``0 .. b-1`` if None. Ranks with prompts
+            of their own pass different ones.
         log_probs: Return ``Generated``, with the log-probability of each token.
 
     Returns:
@@ -95,12 +102,11 @@ def generate(
         1-D tensors, each up to its end.
 
     Raises:
-        TypeError: If ``max_new_tokens`` is no integer.
+        TypeError: If ``max_new_tokens`` or a sample number is no integer.
         ValueError: If a prompt or a sequence of ``stop`` is empty, ``temperature``, ``top_k`` or
             ``top_p`` is out of range, ``samples`` are not one for each row, ``log_probs`` are
-            asked for with ``top_k`` or ``top_p``, or beyond ``max_seq_len`` of a model that is
-            ``batch_invariant``, the model is split into pipeline stages, or logits are NaN; on all
-            ranks if on one.
+            asked for with ``top_k`` or ``top_p``, or where rows may grow beyond ``max_seq_len``,
+            the model is split into pipeline stages, or logits are NaN; on all ranks if on one.
     """
     layout = layout_of(model)
     if layout.stages is not None:
@@ -121,7 +127,7 @@ def generate(
         endings = [_ending(ids, device) for ids in ending_ids]
         uniforms = _uniforms(seed, samples, len(rows), max_new_tokens)
         text = _Text(rows, uniforms, device)
-        _check_longest(model, text, log_probs)
+        _check_longest(_window(layout), text, log_probs)
     ranks.check_alike(text, [draw, stop])
     with (
         evaluating(model, layout),
@@ -221,8 +227,10 @@ class _Draw:
     log_probs: bool
 
     def __attrs_post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature {self.temperature} must not be negative.")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(
+                f"temperature {self.temperature} must not be negative, infinite or NaN."
+            )
         if self.top_k is not None:
             check_integers(top_k=(self.top_k, 1))
         if self.top_p is not None and not 0 < self.top_p <= 1:
@@ -236,29 +244,42 @@ class _Draw:
 
     def __call__(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor | None]:
         """Draw a token of each row, ``[b v]`` -> ``[b]``, and its log-probability if asked for."""
-        if self.temperature == 0:
+        temperature = self.temperature if self.temperature >= LEAST_TEMPERATURE else 0.0
+        if temperature == 0:
             chosen = logits.argmax(-1, keepdim=True)
         else:
-            scaled = logits / self.temperature
+            scaled = logits.double() / temperature  # which no float32 overflows
             if self.top_k is not None and self.top_k < logits.shape[-1]:
-                threshold = scaled.topk(self.top_k).values[:, -1:]
-                scaled = scaled.masked_fill(scaled < threshold, float("-inf"))
+                scaled = _keep_top(scaled, self.top_k)
             if self.top_p is not None:
                 scaled = _keep_likely(scaled, self.top_p)
-            sums = scaled.double().softmax(-1).cumsum(-1)
+            sums = scaled.softmax(-1).cumsum(-1)
             # The first sum above: a token of probability 0 never has it.
             chosen = (sums <= uniforms[:, None] * sums[:, -1:]).sum(-1, keepdim=True)
         if not self.log_probs:
             return chosen[:, 0], None
-        return chosen[:, 0], log_probs_of(logits, self.temperature or 1.0).gather(1, chosen)[:, 0]
+        return chosen[:, 0], log_probs_of(logits, temperature or 1.0).gather(1, chosen)[:, 0]
+
+
+def _keep_top(logits: Tensor, count: int) -> Tensor:
+    """Leave the largest so many, of equal ones the first."""
+    least = logits.topk(count).values[:, -1:]
+    above, is_least = logits > least, logits == least
+    is_in = is_least.cumsum(-1) <= count - above.sum(-1, keepdim=True)
+    return logits.masked_fill(~(above | is_least & is_in), float("-inf"))
 
 
 def _keep_likely(logits: Tensor, share: float) -> Tensor:
-    """Leave the most likely tokens that together have a share of the probability."""
-    probabilities, order = logits.softmax(-1).sort(descending=True)
+    """Leave the fewest most likely tokens that together have a share of the probability."""
+    probabilities, order = logits.softmax(-1).sort(descending=True, stable=True)
     before = probabilities.cumsum(-1) - probabilities  # the most likely one always stays
     is_out = (before >= share).scatter(1, order, before >= share)
     return logits.masked_fill(is_out, float("-inf"))
+
+
+def _window(layout: Layout) -> int:
+    """Most positions that run through a model."""
+    return (layout.longest or 2**31) // layout.sequence * layout.sequence
 
 
 class _Reader:
@@ -266,7 +287,7 @@ class _Reader:
 
     def __init__(self, model: nn.Module, layout: Layout, text: _Text, caches: ExitStack) -> None:
         self.model, self.layout, self.text, self._caches = model, layout, text, caches
-        self._window = (layout.longest or 2**31) // layout.sequence * layout.sequence
+        self._window = _window(layout)
         new = NewPositions(min(self._window, text.ids.shape[1]))
         sockets = cache_sockets(model, new)
         self._new = new if sockets else None
@@ -275,6 +296,13 @@ class _Reader:
     def __call__(self) -> Tensor:
         """Logits of the token that comes next in each row, ``[b v]`` float32 or wider."""
         text, end = self.text, self.text.longest + self.text.made
+        if end > self._window and (text.made == 0 or end == self._window + 1):
+            log.warning(
+                "generate: prompts of up to %d, with new tokens, are longer than max_seq_len %d; "
+                "each further token sees the last %d tokens alone. Shorten the prompts, ask for "
+                "fewer new tokens, or build the model with a larger max_seq_len.",
+                *(text.longest, self._window, self._window),
+            )
         if self._new is not None and end > self._new.room:
             self._caches.close()  # and the rest as a model without caches
             self._new = None
@@ -414,23 +442,26 @@ def _check_ids(model: Any, rows: list[Tensor]) -> None:
 
 def _uniforms(seed: int, samples: Sequence[int] | None, rows: int, count: int) -> Tensor:
     """What each row's tokens are drawn with, ``[b n]`` float64 on the host."""
-    numbers = range(rows) if samples is None else [int(number) for number in samples]
+    numbers = range(rows) if samples is None else [*samples]
+    for row, number in enumerate(numbers):
+        if not is_integer(number):
+            raise wrong_type(f"samples[{row}]", number, "an integer")
     if len(numbers) != rows:
         raise ValueError(f"there are {len(numbers)} samples for {rows} prompts; give one for each.")
     uniforms, generator = torch.empty(rows, count, dtype=torch.float64), torch.Generator()
     for row, number in zip(uniforms, numbers, strict=True):
-        row.uniform_(generator=generator.manual_seed(seed_of(seed, f"sample {number}")))
+        row.uniform_(generator=generator.manual_seed(seed_of(seed, f"sample {int(number)}")))
     return uniforms
 
 
-def _check_longest(model: Any, text: _Text, log_probs: bool) -> None:
+def _check_longest(window: int, text: _Text, log_probs: bool) -> None:
     """Raise if log-probabilities were asked for that no training forward computes."""
-    longest = text.longest + text.uniforms.shape[1] - 1
-    if log_probs and is_batch_invariant(model) and longest > model.spec.max_seq_len:
+    new = text.uniforms.shape[1]
+    if log_probs and new and (longest := text.longest + new - 1) > window:
         raise ValueError(
-            f"log_probs of a batch_invariant model need prompts and new tokens, but for the last, "
-            f"within max_seq_len {model.spec.max_seq_len}, and there may be {longest}: a training "
-            "forward takes no more. Ask for fewer new tokens, or shorten the prompts."
+            "log_probs need prompts and new tokens, but for the last, within max_seq_len "
+            f"{window}, and there may be {longest}: a training forward takes no more. Ask for "
+            "fewer new tokens, or shorten the prompts."
         )
 
 

@@ -33,6 +33,9 @@ from forgekit.steps.cross_entropy import (
 from forgekit.steps.losses import keep_rows_
 from forgekit.tensors import wide
 
+LEAST_TEMPERATURE = 1e-30
+"""Below it logits of float32 that are divided may overflow; a softmax there is an argmax."""
+
 
 def linear_log_probs(
     hidden: Tensor,
@@ -53,7 +56,8 @@ def linear_log_probs(
         weight: ``[v d]`` output projection. With a DTensor that is sharded over the vocabulary
             ranks compute with their own rows of it.
         labels: ``[...]`` signed int, already shifted; -100 where nothing is asked.
-        temperature: What logits are divided by, above 0: that of the sampling.
+        temperature: What logits are divided by, from 1e-30: that of the sampling. Below it
+            ``generate`` takes the most likely token, and there is no gradient.
         entropy: Whether to return the entropy of each position too.
         batch_invariant: Whether log-probabilities are to be bit for bit those that ``generate``
             returns of a model that is ``batch_invariant``; as a head of such a model it is told.
@@ -63,7 +67,7 @@ def linear_log_probs(
         ``entropy`` also the entropies in nats, ``[...]``, 0 there too; both are differentiable.
 
     Raises:
-        ValueError: If the shapes do not fit, the temperature is not above 0, or
+        ValueError: If the shapes do not fit, the temperature is below 1e-30 or not finite, or
             ``batch_invariant`` is asked for where ranks share the vocabulary.
         TypeError: If the dtype of the labels cannot hold -100 or every id of the vocabulary.
 
@@ -73,8 +77,11 @@ def linear_log_probs(
         tensor([[-1.3863,  0.0000]])
     """
     check_projection(hidden, weight, labels)
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature is {temperature}; it must be positive and finite.")
+    if not LEAST_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(
+            f"temperature is {temperature}; it must be positive and finite, and at least "
+            f"{LEAST_TEMPERATURE}."
+        )
     hidden, weight, columns = take_projection(hidden, weight)
     if batch_invariant and columns is not None:
         refuse_batch_invariant("ranks share its vocabulary")

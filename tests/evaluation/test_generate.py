@@ -204,9 +204,98 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(options, expected):
     assert [share == 0 for share in shares] == [wanted == 0 for wanted in expected]
 
 
+TIES = [
+    ({"top_k": 1}, [1, 0, 0, 0]),
+    ({"top_k": 2}, [1, 1, 0, 0]),
+    ({"top_k": 3, "temperature": 3.0}, [1, 1, 1, 0]),
+    ({"top_p": 1e-9}, [1, 0, 0, 0]),
+    ({"top_p": 0.6}, [1, 1, 0, 0]),
+    ({"temperature": 0.0}, [1, 0, 0, 0]),
+]
+
+
+@pytest.mark.parametrize(("options", "expected"), TIES)
+def test_of_equally_likely_tokens_the_first_are_kept(options, expected):
+    model = Fixed(0.01, 0.33, 0.33, 0.33)
+    drawn = fk.generate(model, torch.zeros(60, 1).long(), max_new_tokens=1, **options)[:, 1]
+    counts = torch.bincount(drawn, minlength=4)[1:]
+    assert (counts > 0).int().tolist() == expected[:3]
+    assert len(drawn.unique()) == sum(expected)
+
+
+class Given(nn.Module):
+    """The same logits everywhere, with one that stands for no token."""
+
+    def __init__(self, *logits):
+        super().__init__()
+        self.logits = torch.tensor(logits)
+
+    def forward(self, ids):
+        return self.logits.expand(*ids.shape, -1)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e30])
+@pytest.mark.parametrize("temperature", [1e-9, 1e-29, 1e-31, 1e-38, 1e-45, 5e-324])
+def test_the_limit_of_a_small_temperature_is_the_most_likely_token(temperature, scale):
+    model = Given(-3.0 * scale, 7.0 * scale, float("-inf"), 7.5 * scale, -80.0 * scale)
+    prompts, options = torch.zeros(9, 1).long(), {"max_new_tokens": 2, "temperature": temperature}
+    for more in ({}, {"top_k": 4}, {"top_p": 0.9}):
+        assert (fk.generate(model, prompts, **options, **more)[:, 1:] == 3).all()
+    if scale == 1.0:
+        ids, likely = fk.generate(model, prompts, **options, log_probs=True)
+        rate = temperature if temperature >= 1e-30 else 1.0
+        wanted = (model.logits.double() / rate).log_softmax(-1)[3].float()
+        assert (ids[:, 1:] == 3).all()
+        torch.testing.assert_close(likely, wanted.expand(9, 2))
+
+
+@pytest.mark.parametrize("kind", [fk.Transformer, Mixing], ids=["caches", "none"])
+@pytest.mark.parametrize(
+    ("prompt", "count", "says"), [(17, 1, 1), (10, 8, 1), (20, 9, 1), (9, 8, 0)]
+)
+def test_rows_beyond_max_seq_len_are_named_once_and_have_no_log_probs(
+    caplog, kind, prompt, count, says
+):
+    """Text goes on with the last positions; what a policy trains on has to fit."""
+    model = sharp(kind(SPEC))
+    prompts = [list(range(prompt)), [1, 2]]
+    ids = fk.generate(model, prompts, max_new_tokens=count)
+    assert [len(row) for row in ids] == [prompt + count, 2 + count]
+    said = [record.getMessage() for record in caplog.records if "max_seq_len" in record.msg]
+    assert len(said) == says
+    assert all("sees the last 16 tokens alone" in one and f"up to {prompt}," in one for one in said)
+    if says:
+        message = rf"within max_seq_len 16, and there may be {prompt + count - 1}"
+        with pytest.raises(ValueError, match=message):
+            fk.generate(model, prompts, max_new_tokens=count, log_probs=True)
+    else:
+        fk.generate(model, prompts, max_new_tokens=count, log_probs=True)
+    fk.generate(Chain(), [list(range(prompt))], max_new_tokens=count, log_probs=True)
+
+
+@pytest.mark.parametrize(
+    "samples", [[1.2, 1.7], [True, False], torch.tensor([True, False]), torch.ones(2), ["1", "2"]]
+)
+def test_a_sample_number_is_an_integer(samples):
+    with pytest.raises(TypeError, match=r"^samples\[0\] is .*; pass an integer"):
+        fk.generate(Chain(), PROMPT, samples=samples)
+
+
+@pytest.mark.parametrize("samples", [(3, 2**70), torch.tensor([3, 9]), range(3, 5)])
+def test_sample_numbers_are_integers_of_any_kind(samples):
+    model = Fixed(0.5, 0.3, 0.2)
+    options = {"max_new_tokens": 20, "samples": samples}
+    texts = fk.generate(model, torch.zeros(2, 1).long(), **options)
+    one = fk.generate(model, torch.zeros(1, 1).long(), max_new_tokens=20, samples=[3])
+    assert torch.equal(texts[:1], one)
+    assert not torch.equal(texts[0], texts[1])
+
+
 WRONG = {
     "prompts have shapes": {"prompts": torch.zeros(3)},
     "temperature -0.5 must not be negative": {"temperature": -0.5},
+    "temperature inf must not be negative, infinite or NaN": {"temperature": float("inf")},
+    "temperature nan must not be negative, infinite or NaN": {"temperature": float("nan")},
     "top_k 0 must be at least 1": {"top_k": 0},
     "top_p 0.0 must be above 0 and at most 1": {"top_p": 0.0},
     "stop holds": {"stop": [[]]},
@@ -236,8 +325,8 @@ def _of_its_own(rank, world, sizes, count):
     samples = [10 * data + row for row in range(len(prompts))]
     options = {"samples": samples, "eos_id": 12 + data, "log_probs": True, "seed": 2}
     found = fk.generate(model, prompts, max_new_tokens=count[data], **options)
-    again = fk.generate(model, prompts, max_new_tokens=1, samples=samples)
-    return prompts, options, count[data], found, len(again)
+    again = fk.generate(model, prompts, max_new_tokens=14, samples=samples)
+    return prompts, options, count[data], found, again
 
 
 @pytest.mark.parametrize(
@@ -251,9 +340,12 @@ def test_ranks_continue_prompts_of_their_own_and_those_of_a_layout_the_same(worl
     Three positions are no multiple of two ranks of a sequence.
     """
     model = transformer(vocab_size=40, moe=MOE if "ep" in sizes else None).double()
-    for prompts, options, count, found, rows in run_again(_of_its_own, world, sizes, [14, 6]):
-        assert len(found.ids) == len(found.log_probs) == rows == len(prompts)
+    for prompts, options, count, found, longer in run_again(_of_its_own, world, sizes, [12, 6]):
+        assert len(found.ids) == len(found.log_probs) == len(longer) == len(prompts)
         if prompts:
+            samples = options["samples"]
+            whole = fk.generate(model, prompts, max_new_tokens=14, samples=samples)
+            assert all(map(torch.equal, longer, whole))
             ids, likely = fk.generate(model, prompts, max_new_tokens=count, **options)
             assert all(map(torch.equal, found.ids, ids))
             for ours, theirs in zip(found.log_probs, likely, strict=True):

@@ -142,7 +142,8 @@ def test_as_a_head_inside_a_sharded_model():
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("temperature", [0.0, math.nan])
+@pytest.mark.parametrize("temperature", [0.0, math.nan, math.inf, -0.5, 1e-31, 1e-45])
 def test_a_temperature_without_probabilities_is_refused(temperature):
     with pytest.raises(ValueError, match=r"temperature is .*; it must be positive and finite"):
         fk.linear_log_probs(HIDDEN, WEIGHT, LABELS, temperature)
+    assert fk.linear_log_probs(HIDDEN, WEIGHT, LABELS, 1e-30).isfinite().all()
