@@ -297,11 +297,30 @@ def _wait_for(path: Path, timeout_s: float) -> None:
 
 
 def _open(stack: ExitStack, path: Path) -> tuple[Any, Canary]:
-    try:
-        file = stack.enter_context(reading(path))
-        return file, Canary(**json.loads((file.metadata() or {})[_KEY]))
-    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path} holds no published weights: {explain(error)}.") from None
+    while True:
+        before = None
+        try:
+            before = _identity(path)
+            file = stack.enter_context(reading(path))
+            canary = Canary(**json.loads((file.metadata() or {})[_KEY]))
+            if _identity(path) == before:  # its header and its values are opened one by one
+                return file, canary
+        except (
+            OSError,
+            SafetensorError,
+            LookupError,
+            ValueError,
+            TypeError,
+            RuntimeError,
+        ) as error:
+            if before is None or _identity(path) == before:
+                problem = f"{path} holds no published weights: {explain(error)}."
+                raise CheckpointError(problem) from None
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns
 
 
 def _check_file(model: nn.Module, file: Any, canary: Canary) -> dict[str, Tensor]:

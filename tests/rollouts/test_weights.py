@@ -138,6 +138,26 @@ def test_a_trainer_that_dies_while_it_writes_leaves_the_last_weights(tmp_path, m
     assert [path.name for path in tmp_path.iterdir()] == [weights.FILE]
 
 
+@pytest.mark.parametrize("version", [2, 2 * 10**9], ids=["same size", "another size"])
+def test_weights_that_are_replaced_while_they_are_opened_are_read_whole(
+    tmp_path, monkeypatch, version
+):
+    """A safetensors file is opened twice: for its header, and for its values."""
+    state = alone(build())
+    publish_weights(state, tmp_path, version=1)
+    open_values, later = torch.UntypedStorage.from_file, stepped(state)
+
+    def published_between(*arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(torch.UntypedStorage, "from_file", open_values)
+        publish_weights(later, tmp_path, version=version)
+        return open_values(*arguments, **options)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", published_between)
+    model = build(seed=7)
+    assert read_weights(model, tmp_path).version == version
+    assert is_kept(model, full_tensors(later.model))
+
+
 def test_weights_that_are_no_numbers_are_not_published(tmp_path):
     state = alone(build())
     with torch.no_grad():
