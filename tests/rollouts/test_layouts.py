@@ -10,7 +10,7 @@ import attrs
 import pytest
 import torch
 from covering import first_of
-from lab import SPEC, mean_gradients, relative_error
+from lab import SPEC, full, relative_error
 from pool import RankError, run_again, run_ranks
 from rollouts.answers import build_state
 from torch import Tensor, nn
@@ -50,7 +50,10 @@ def drawn(*shape: int, seed: int) -> Tensor:
 
 
 def message_of(number: int) -> dict[str, Any]:
-    """Two answers of ragged lengths, tokens masked inside, the second one now and then wholly."""
+    """Two answers of ragged lengths, tokens masked inside, the second one now and then wholly.
+
+    Beside them one without a token, of a group of its own.
+    """
     draw = torch.Generator().manual_seed(number)
     new = [
         torch.randint(40, (int(torch.randint(1, 6, (1,), generator=draw)),), generator=draw)
@@ -59,11 +62,12 @@ def message_of(number: int) -> dict[str, Any]:
     prompt = torch.randint(40, (2,), generator=draw)
     trained = [torch.rand(len(one), generator=draw) < 0.7 for one in new]
     return {
-        "prompts": [prompt] * 2,
-        "ids": [torch.cat([prompt, one]) for one in new],
-        "log_probs": [-3.7 + 0.1 * drawn(len(one), seed=number) for one in new],
-        "rewards": drawn(2, seed=number + 50).tolist(),
-        "trained": trained,
+        "prompts": [*[prompt] * 2, prompt[: 1 + number % 2]],
+        "ids": [*(torch.cat([prompt, one]) for one in new), prompt[: 1 + number % 2]],
+        "log_probs": [*(-3.7 + 0.1 * drawn(len(one), seed=number) for one in new), []],
+        "rewards": drawn(3, seed=number + 50).tolist(),
+        "groups": torch.tensor([0, 0, 1]),
+        "trained": [*trained, None],
     }
 
 
@@ -92,7 +96,7 @@ def expected_gradients(model: nn.Module, messages: list[Any], name: str) -> dict
     total, count = torch.zeros((), dtype=torch.float64), 0.0
     for number, answer in itertools.product(range(len(messages)), range(2)):
         message = messages[number]
-        rewards = torch.tensor(message["rewards"], dtype=torch.float64)
+        rewards = torch.tensor(message["rewards"][:2], dtype=torch.float64)
         apart = (rewards - rewards.mean()) / rewards.std(correction=0)
         ids, kept = message["ids"][answer], message["trained"][answer]
         if not kept.any():
@@ -135,7 +139,11 @@ def gradients_job(rank: int, world: int, layout: str, name: str, split: str, kin
         return LOSSES[name](log_probs_of(model, batch), batch)
 
     group = next(fk.groups(stream, -(-COUNT // size), end=stream))
-    return mean_gradients(state, group, loss)
+    totals = fk.reduce_totals(fk.accumulate(state, group, loss), state)
+    pairs = [("metrics", f"rollout/{name}") for name in ("reward", "length")]
+    means = [float(totals[*pair, "sum"] / totals[*pair, "count"]) for pair in pairs]
+    gradients = {name: full(one) for name, one in fk.gradients(state, totals).items()}
+    return gradients, means
 
 
 def cells() -> list[Any]:
@@ -155,9 +163,13 @@ def test_gradients_are_those_of_the_full_batch(layout, name, split, kind):
     world, sizes, spec = LAYOUTS[layout]
     datas = sizes.get("dp_shard", 1)
     parts = run_again(gradients_job, world, layout, name, split, kind)
-    found = {n: gradient for part in parts for n, gradient in part.items()}
+    found = {n: gradient for part, _ in parts for n, gradient in part.items()}
     messages = sum((rank_messages(d, datas, kind) for d in range(datas)), [])  # noqa: RUF017
     assert relative_error(found, expected_gradients(build(spec), messages, name)) < 1e-10
+    rewards = [reward for message in messages for reward in message["rewards"]]
+    lengths = [int(sum(kept)) for message in messages for kept in message["trained"][:2]]
+    wanted = [sum(rewards) / len(rewards), sum(lengths) / len(rewards)]
+    assert all(means == pytest.approx(wanted, abs=1e-7) for _, means in parts)
 
 
 def test_ranks_with_slices_of_sequences_cannot_take_one_ratio_of_each():
