@@ -76,7 +76,10 @@ def as_source(source: Any) -> Source:
             f"source is a {type(source).__name__}; pass a source, a queue, an iterable or a "
             "function that returns the next message, and None at the end."
         )
-    return IteratorSource(iter(source, None) if callable(source) else source)
+    if callable(source):  # not iter(source, None), which compares: an array has no truth value
+        replies = itertools.starmap(source, itertools.repeat(()))
+        source = itertools.takewhile(lambda message: message is not None, replies)
+    return IteratorSource(source)
 
 
 class IteratorSource:

@@ -11,10 +11,12 @@ import time
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakeredis import FakeRedis, FakeServer
 from rollouts.answers import Policy, State, build_state, loss_fn, message, numbers, spoiling, train
+from tensordict import TensorDict
 
 import forgekit as fk
 from forgekit.rollouts.sources import RedisSource
@@ -57,6 +59,26 @@ def test_every_source_hands_out_each_message_once_and_in_order(kind, prefetch):
     with RolloutStream(SOURCES[kind](7), batch_size=2, prefetch=prefetch) as stream:
         assert [numbers(batch) for batch in stream] == [[0, 1], [2, 3], [4, 5], [6]]
     assert stream.samples == 8
+
+
+def test_messages_of_a_function_may_be_anything_but_none_and_it_may_be_asked_again():
+    """An array that is compared with None is an array."""
+    replies: list[Any] = [np.arange(3), TimeoutError("busy"), np.zeros(2), None, np.ones(1)]
+
+    def reply() -> Any:
+        if isinstance(replies[0], Exception):
+            raise replies.pop(0)
+        return replies.pop(0)
+
+    stream = RolloutStream(reply, to_batch=joined)
+    assert next(stream)["labels"].tolist() == [[0, 1, 2]]
+    with pytest.raises(TimeoutError, match="busy"):
+        next(stream)
+    assert [batch["labels"].tolist() for batch in stream] == [[[0, 0]]]
+
+
+def joined(arrays: Any) -> TensorDict:
+    return TensorDict({"labels": torch.from_numpy(np.stack(arrays)).long()}, [len(arrays)])
 
 
 def counted() -> tuple[list[int], Any]:
