@@ -147,7 +147,7 @@ def rollout_batch(
     sizes = [len(text["input_ids"]) for text in texts]
     if not sizes:
         return _padding(rows or 1, pad_to or 1)
-    width = pad_to or max(sizes)
+    width = max(sizes) if pad_to is None else pad_to
     bins = pack(sizes, width, long="error")
     columns: dict[str, list[Tensor]] = {}
     for start, end in zip(bins.offsets[:-1], bins.offsets[1:], strict=True):
@@ -276,6 +276,9 @@ def _text(
 ) -> dict[str, Tensor]:
     """The columns of one text, one position less than it has tokens, and at least one."""
     prompt, ids = torch.as_tensor(prompt).cpu(), torch.as_tensor(ids).cpu()
+    if ids.ndim != 1 or not ((ids.long() == ids) & (ids >= 0)).all():
+        problem = f"answer {number}: ids are {brief(ids.tolist())}"
+        raise ValueError(f"{problem}; they must be [n] integers from 0, as they were sampled.")
     new = len(ids) - len(prompt)
     if not len(prompt) or new < 0 or not torch.equal(ids[: len(prompt)], prompt):
         raise ValueError(

@@ -46,10 +46,11 @@ from typing import Literal
 
 import attrs
 import torch
-from attrs.validators import in_
+from attrs.validators import gt, in_
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from forgekit.checks import check_numbers
 from forgekit.data.batch import IGNORED
 from forgekit.steps.losses import Loss
 from forgekit.tensors import wide
@@ -106,7 +107,7 @@ class ImportanceCorrection:
             what the sampler liked; ``"mask"`` leaves such tokens out of the sum. They still count.
     """
 
-    most: float = 2.0
+    most: float = attrs.field(default=2.0, validator=gt(0))
     kind: Literal["truncate", "mask"] = attrs.field(
         default="truncate", validator=in_(("truncate", "mask"))
     )
@@ -176,7 +177,11 @@ def dr_grpo_loss(
 
     Returns:
         ``Loss`` as of ``grpo_loss``.
+
+    Raises:
+        ValueError: If ``max_length`` is below 1 or not finite.
     """
+    check_numbers(max_length=(max_length, 1))
     terms = _terms(log_probs, batch, clip, kl, correction)
     return terms.over_sequences(torch.full_like(terms.lengths, 1 / max_length))
 

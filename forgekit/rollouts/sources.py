@@ -335,16 +335,16 @@ class Prefetched:
         self._source = source
         self._ready: queue.Queue[Message | BaseException | None] = queue.Queue()
         self._room = threading.Semaphore(most)
-        self._is_closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._is_closed, self._is_running = threading.Event(), False
 
     def __repr__(self) -> str:
         return repr(self._source)
 
     def read(self, timeout_s: float) -> Message | None:
         """Wait for what the thread has read, or for what it raised."""
-        if not self._thread.ident:
-            self._thread.start()
+        if not (self._is_running or self.has_ended):
+            self._is_running = True
+            threading.Thread(target=self._run, daemon=True).start()
         try:
             message = None if self.has_ended else self._ready.get(timeout=timeout_s)
         except queue.Empty:
@@ -352,6 +352,7 @@ class Prefetched:
         self._room.release()
         self.has_ended = message is None
         if isinstance(message, BaseException):
+            self._is_running = False  # the thread has ended; who reads again asks again
             raise message
         return message
 

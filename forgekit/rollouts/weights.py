@@ -76,10 +76,13 @@ class Canary:
             tolerance: The generator's own, where it is larger.
 
         Raises:
-            CheckpointError: If they differ.
+            CheckpointError: If they differ, or are others in number.
         """
         expected = torch.tensor(self.log_probs, dtype=torch.float64)
-        apart = float((log_probs.detach().double().cpu() - expected).abs().max())
+        if log_probs.numel() != len(expected):
+            shape = f"log_probs has shape {tuple(log_probs.shape)}"
+            raise CheckpointError(f"{shape} for {brief(self.probe)}; it must be [{len(expected)}].")
+        apart = float((log_probs.detach().double().cpu().flatten() - expected).abs().max())
         if not apart <= max(tolerance, self.tolerance):
             raise CheckpointError(
                 f"with version {self.version} the trainer and this generator are {apart:.2g} nats "
@@ -110,7 +113,7 @@ def publish_weights(
         state: The state; does not change.
         where: A directory; one in ``/dev/shm`` is shared memory.
         version: A number that grows, such as ``state.step``.
-        probe: ``[n]`` token ids; drawn from the vocabulary if left out.
+        probe: ``[n]`` token ids, 2 or more; drawn from the vocabulary if left out.
         dtype: Of the weights in the file; the parameters' own if left out.
         tolerance: Largest difference in nats that is one of arithmetic; by default 1e-8 in float64,
             1e-4 in float32 and 0.1 below, whichever of trainer and generator computes in less.
@@ -119,8 +122,8 @@ def publish_weights(
         What goes with them.
 
     Raises:
-        ValueError: If the model is split into pipeline stages, its adapters are merged, or its
-            vocabulary is unknown.
+        ValueError: If the model is split into pipeline stages, its adapters are merged, its
+            vocabulary is unknown, or ``probe`` holds fewer than 2 tokens.
         CheckpointError: On every rank, if log-probabilities are not finite, or the file cannot be
             written; what was published before stays.
     """
@@ -133,6 +136,11 @@ def publish_weights(
         )
     check_unmerged(model, "generators have their base without them")
     ids = _draw(model, version) if probe is None else probe
+    if ids.ndim != 1 or len(ids) < 2:
+        raise ValueError(
+            f"probe has shape {tuple(ids.shape)}; it must be [n] token ids, at least 2: the first "
+            "one has no log-probability."
+        )
     log_probs, arithmetic = probe_log_probs(model, ids)
     if not log_probs.isfinite().all():
         raise CheckpointError(

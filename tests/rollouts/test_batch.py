@@ -69,9 +69,9 @@ def answers(**changes: Any) -> Any:
         "rewards": [1.0, 0.25],
         "groups": [0, 0],
     }
-    log_probs = changes.pop("log_probs", None)
-    if log_probs is not None:
-        given["generated"] = Generated(given["generated"].ids, log_probs)
+    changes = dict(changes)
+    of_model = {n: changes.pop(n) for n in ("ids", "log_probs") if n in changes}
+    given["generated"] = given["generated"]._replace(**of_model)
     return rollout_batch(**{**given, **changes})
 
 
@@ -106,6 +106,10 @@ PER_TOKEN: dict[str, Any] = {
     r"answer 0: advantages of token 2 is 1e\+39; it must be a finite float32": {
         "advantages": [[0.0, 1.0, 1e39], 0.0]
     },
+    r"answer 1: ids are \[6.0, 9.5\]": {"ids": [[4, 5, 1, 2, 3], [6, 9.5]]},
+    r"answer 0: ids are \[4, 5, 1, 2, -100\]": {"ids": [[4, 5, 1, 2, -100], [6, 9]]},
+    r"answer 1: ids are \[\[6, 9\]\]": {"ids": [[4, 5, 1, 2, 3], torch.tensor([[6, 9]])]},
+    r"capacity 0 must be at least 1": {"pad_to": 0},
     r"answer 0: trained has shape \(2,\)": {"trained": [torch.ones(2), None]},
 }
 
@@ -113,7 +117,9 @@ PER_TOKEN: dict[str, Any] = {
 def of_message(changes: dict[str, Any]) -> Any:
     """The same through a message, as a generator sends it."""
     given = {"prompts": [[4, 5], [6]], "ids": [[4, 5, 1, 2, 3], [6, 9]], "rewards": [1.0, 0.25]}
-    return join_rollouts([{**given, "log_probs": [[-1.0, -2.0, -3.0], [-0.5]], **changes}])
+    pad_to = changes.get("pad_to")
+    given["log_probs"] = [[-1.0, -2.0, -3.0], [-0.5]]
+    return join_rollouts([{**given, **changes}], pad_to=pad_to)
 
 
 @pytest.mark.parametrize("problem", PER_TOKEN)

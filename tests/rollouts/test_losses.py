@@ -330,5 +330,10 @@ def test_a_mistyped_word_is_refused_where_it_would_choose_another_loss():
         KL(0.1, "K3")
     with pytest.raises(ValueError, match="'kind' must be in"):
         ImportanceCorrection(2.0, "masked")
+    with pytest.raises(ValueError, match=r"'most' must be > 0: -2\.0"):
+        ImportanceCorrection(-2.0, "mask")
+    for length in (0, -9, float("nan")):
+        with pytest.raises(ValueError, match=r"max_length is .*; it must be finite and at least 1"):
+            dr_grpo_loss(padded()[1], padded()[0], max_length=length)
     with pytest.raises(ValueError, match="scale is 'Std'"):
         group_advantages([1.0], [0], scale="Std")

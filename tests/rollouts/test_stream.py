@@ -61,7 +61,8 @@ def test_every_source_hands_out_each_message_once_and_in_order(kind, prefetch):
     assert stream.samples == 8
 
 
-def test_messages_of_a_function_may_be_anything_but_none_and_it_may_be_asked_again():
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_messages_of_a_function_may_be_anything_but_none_and_it_may_be_asked_again(prefetch):
     """An array that is compared with None is an array."""
     replies: list[Any] = [np.arange(3), TimeoutError("busy"), np.zeros(2), None, np.ones(1)]
 
@@ -70,7 +71,7 @@ def test_messages_of_a_function_may_be_anything_but_none_and_it_may_be_asked_aga
             raise replies.pop(0)
         return replies.pop(0)
 
-    stream = RolloutStream(reply, to_batch=joined)
+    stream = RolloutStream(reply, to_batch=joined, prefetch=prefetch, timeout_s=5)
     assert next(stream)["labels"].tolist() == [[0, 1, 2]]
     with pytest.raises(TimeoutError, match="busy"):
         next(stream)

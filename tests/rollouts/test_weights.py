@@ -171,7 +171,15 @@ def test_a_model_that_does_not_say_its_vocabulary_needs_a_probe(tmp_path):
     state = alone(torch.nn.Embedding(5, 5))
     with pytest.raises(ValueError, match="Embedding does not say its vocab_size"):
         publish_weights(state, tmp_path, version=0)
+    for probe, shape in (([3], r"\(1,\)"), ([[3, 4]], r"\(1, 2\)")):
+        with pytest.raises(ValueError, match=f"probe has shape {shape}; it must be .* at least 2"):
+            publish_weights(state, tmp_path, version=0, probe=torch.tensor(probe))
     canary = publish_weights(state, tmp_path, version=0, probe=torch.tensor([1, 2]))
+    answer = torch.tensor(canary.log_probs)
+    canary.check(answer[None])
+    for wrong in (answer.repeat(3), answer[:0]):  # equal, if they were broadcast
+        with pytest.raises(fk.CheckpointError, match=r"log_probs has shape .* it must be \[1\]"):
+            canary.check(wrong)
     assert read_weights(torch.nn.Embedding(5, 5), tmp_path) == canary
 
 
