@@ -36,6 +36,12 @@ LOSSES: dict[str, Any] = {
     "grpo": partial(losses.grpo_loss, clip=0.02, kl=losses.KL(0.2)),
     "dr_grpo": partial(losses.dr_grpo_loss, max_length=9),
     "dapo": losses.dapo_loss,
+    "masked": partial(
+        losses.ppo_loss,
+        clip=0.02,
+        kl=losses.KL(0.2, "k2", ratio=True),
+        correction=losses.ImportanceCorrection(1.02, "mask"),
+    ),
     "gspo": partial(losses.gspo_loss, clip=0.02),
     "cispo": partial(losses.cispo_loss, most=1.02),
 }
@@ -76,6 +82,7 @@ def with_reference(messages: Any) -> Any:
     batch = join_rollouts(messages, pad_to=WIDTH, rows=3)
     noise = (batch["input_ids"] * 7 + batch["labels"] * 3) % 11  # of the tokens alone
     batch["reference"] = batch["log_probs"] + 0.05 * noise
+    batch["old_log_probs"] = batch["log_probs"] + 0.01 * (noise - 5)
     return batch
 
 
@@ -105,6 +112,8 @@ def expected_gradients(model: nn.Module, messages: list[Any], name: str) -> dict
         new = likely.gather(1, ids[1:, None])[1:, 0][kept]
         old = message["log_probs"][answer].float().double()[kept]
         noise = ((ids[1:-1] * 7 + ids[2:] * 3) % 11)[kept]
+        if name == "masked":  # the trainer's own, less likely by up to 5% than the sampler's
+            sampled, old = old, (old + 0.01 * (noise - 5).float()).float().double()
         ratio, weight = (new - old).exp(), apart[answer]
         if name == "gspo":
             ratio = (new - old).mean().exp() * torch.ones_like(new)
@@ -112,10 +121,15 @@ def expected_gradients(model: nn.Module, messages: list[Any], name: str) -> dict
         terms = -torch.minimum(ratio * weight, ratio.clamp(low, high) * weight)
         if name == "cispo":
             terms = -ratio.clamp(max=1.02).detach() * weight * new
+        if name == "masked":
+            factor = (old - sampled).exp()
+            terms = terms * torch.where(factor <= 1.02, factor, 0.0)
+            moved = new - (sampled + 0.05 * noise.float()).float().double()
+            terms = terms + 0.2 * ratio * moved.square() / 2
         if name == "grpo":
             moved = new - (old + 0.05 * noise.float()).float().double()
             terms = terms + 0.2 * ((-moved).exp() - 1 + moved)
-        of_tokens = name in ("dapo", "cispo")
+        of_tokens = name in ("dapo", "cispo", "masked")
         divisor = {"dr_grpo": 9}.get(name, len(new)) if not of_tokens else 1
         total, count = total + terms.sum() / divisor, count + (len(new) if of_tokens else 1)
     (total / count).backward()
@@ -154,8 +168,8 @@ def cells() -> list[Any]:
         if cell[:2] != ("cp2", "gspo") and (cell[3] == "full" or cell[0] in ("dp2", "dp4", "ep2"))
     ]
     default = zip(LAYOUTS, itertools.cycle(LOSSES), itertools.cycle(SPLITS), strict=False)
-    chosen = [(*cell, KINDS[n % 2]) for n, cell in enumerate(default)]
-    return first_of([cell for cell in chosen if cell in every], every)
+    kinds = [(*cell, kind) for cell, kind in zip(default, itertools.cycle(KINDS), strict=False)]
+    return first_of([cell if cell in every else (*cell[:3], "full") for cell in kinds], every)
 
 
 @pytest.mark.parametrize(("layout", "name", "split", "kind"), cells())
