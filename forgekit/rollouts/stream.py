@@ -95,7 +95,7 @@ class RolloutStream:
         start: ``state.samples`` where the stream begins.
         prefetch: Messages that a thread reads ahead at most; 0 is strictly lazy.
         stop: The run's ``StopSignal``.
-        timeout_s: Seconds to wait for a message.
+        timeout_s: Seconds to wait for a message that can be trained.
         attempts: Bad steps after which a message is set aside.
 
     Attributes:
@@ -141,7 +141,7 @@ class RolloutStream:
         self.rank, self.world = data_ranks(mesh)
         self.samples = start
         self.version: int | None = None
-        self.wait_seconds = 0.0
+        self.wait_seconds = self._came = 0.0  # the latter: when the last message was taken
         self.set_aside: deque[tuple[Any, str]] = deque(maxlen=KEPT)
         self._sharing = Sharing(mesh if shared else None)
         self._round = 0  # of what is shared; what was sent before another one began is void
@@ -246,14 +246,18 @@ class RolloutStream:
 
     def _look(self, began: float) -> tuple[TensorDict | None, str | None]:
         """Read for up to a second: a micro-batch, or why none will come."""
+        looked = time.monotonic()
         try:
             while len(self._taken) < self._batch_size and (message := self._read()):
                 self._take(message)
+                if time.monotonic() - max(looked, self._came) > LOOK_S:
+                    break  # others come and are all set aside
             is_due = len(self._taken) == self._batch_size or self._source_has_ended()
             if is_due and len(self._taken) == 1:
                 return self._built, None
             if is_due and self._taken:
                 return self._to_batch([message.content for message in self._taken]), None
+            began = max(began, self._came)
             if time.monotonic() - began > self._timeout_s:
                 raise TimeoutError(self._waited(began))
         except Exception as error:
@@ -285,7 +289,7 @@ class RolloutStream:
         if self.version is not None and newest > self.version:
             problem = f"was sampled with version {newest}, and the trainer's is {self.version}"
             return self._set_aside(message, problem)
-        self._built = batch
+        self._built, self._came = batch, time.monotonic()
         return self._taken.append(message)
 
     def _set_aside(self, message: Message, problem: str) -> None:

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from functools import partial
+from queue import Queue
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from rollouts.answers import Policy, State, build_state, loss_fn, message, numbe
 from tensordict import TensorDict
 
 import forgekit as fk
+from forgekit.rollouts import stream as stream_file
 from forgekit.rollouts.sources import RedisSource
 from forgekit.rollouts.stream import RolloutStream
 
@@ -307,6 +309,35 @@ def test_a_wait_that_is_too_long_says_who_waits_for_what():
     says = r"rank 0, reader 0 of 1, .* for sample 0 of .* 'rank0'.*, and 1 of 2 messages came"
     with pytest.raises(TimeoutError, match=says):
         next(stream)
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_wait_for_messages_that_are_all_set_aside_ends(monkeypatch, stops):
+    monkeypatch.setattr(stream_file, "LOOK_S", 0.05)
+    ends, stop = time.monotonic() + 5, fk.StopSignal(signals=())
+
+    def malformed() -> Any:
+        while time.monotonic() < ends:
+            time.sleep(0.01)
+            yield {"prompts": []}
+        yield message(1)
+
+    stream = RolloutStream(malformed(), timeout_s=3600 if stops else 0.3, stop=stop)
+    if stops:
+        stop.request("enough")
+        assert list(stream) == []
+    else:
+        with pytest.raises(TimeoutError, match=r"0 of 1 message came; .*message 0 holds no answer"):
+            next(stream)
+    assert time.monotonic() < ends
+
+
+def test_the_time_to_wait_is_that_of_one_message(monkeypatch):
+    monkeypatch.setattr(stream_file, "LOOK_S", 0.05)
+    queue: Any = Queue()
+    for number in range(4):
+        threading.Timer(0.25 * number, queue.put, [message(number)]).start()
+    assert numbers(next(RolloutStream(queue, batch_size=4, timeout_s=0.5))) == [0, 1, 2, 3]
 
 
 def test_what_would_lose_rollouts_silently_is_refused():
