@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
@@ -47,8 +46,7 @@ def group_advantages(
         [1.0, -1.0, -1.0, 1.0]
     """
     check_choice("scale", scale or "std", ["std"])
-    given, names = _as_given(rewards, float), _names(groups)
-    values = given.double()
+    names, values = _names(groups), _on_host(rewards, torch.float64)
     if values.shape != (len(names),):
         raise ValueError(
             f"rewards has shape {tuple(values.shape)} and there are {len(names)} groups; each "
@@ -71,7 +69,8 @@ def group_advantages(
     apart = values - smallest  # first: a mean of large parts would round small differences off
     spread, apart = of_groups("amax", apart), apart - of_groups("mean", apart)
     share = apart / spread  # whose squares neither vanish nor overflow
-    is_coarse = given.is_floating_point() and given.dtype.itemsize < 8
+    dtype = getattr(rewards, "dtype", None) or getattr(next(iter(rewards), None), "dtype", None)
+    is_coarse = dtype is not None and "float" in str(dtype) and dtype.itemsize < 8
     rounding = ULPS * torch.finfo(torch.float32 if is_coarse else torch.float64).eps
     is_equal = spread <= rounding * of_groups("amax", values.abs())
     scaled = share / of_groups("mean", share.square()).sqrt() if scale == "std" else apart
@@ -233,12 +232,8 @@ def _padding(rows: int, width: int) -> TensorDict:
     return TensorDict(columns, [rows])
 
 
-def _as_given(values: Any, dtype: type | None = None) -> Tensor:
-    """Numbers on the host: tensors in their own dtype, Python's in numpy's or the one given."""
-    if not hasattr(values, "dtype"):
-        is_typed = isinstance(values, Iterable) and all(hasattr(one, "dtype") for one in values)
-        values = values if is_typed else np.asarray(values, dtype)
-    return torch.as_tensor(values, device="cpu").detach()
+def _on_host(values: Any, dtype: torch.dtype) -> Tensor:
+    return torch.as_tensor(values, dtype=dtype, device="cpu").detach()
 
 
 def _names(groups: Any) -> list[Hashable]:
@@ -319,15 +314,14 @@ def _of_tokens(
     name: str, values: Any, dtype: torch.dtype, at: Tensor, *, one: bool = False
 ) -> Tensor:
     """Numbers of new tokens, ``[new]``, or of ``one`` for all, right at least where ``at`` is."""
-    given = _as_given(values)
+    given, taken = _on_host(values, torch.float64), _on_host(values, dtype)
     if given.shape != at.shape and not (one and given.ndim == 0):
         raise ValueError(
             f"{name} has shape {tuple(given.shape)} for {len(at)} new tokens; it must be "
             f"[{len(at)}]{' or one number' if one else ''}."
         )
-    given = given.expand(at.shape)
-    taken = given.to(dtype)
-    is_right = taken.isfinite() if dtype.is_floating_point else taken == given
+    given, taken = given.expand(at.shape), taken.expand(at.shape)
+    is_right = taken.isfinite() if dtype.is_floating_point else taken.double() == given
     if (wrong := (at & ~is_right).nonzero()).numel():
         token = int(wrong[0])
         raise ValueError(
