@@ -83,8 +83,8 @@ def accumulate_staged(
         ValueError: If the schedule cannot run so many micro-batches, they differ in shape or from
             those of other ranks, ``loss_fn`` does not call the model, or more than the stream has
             to cross between stages.
-        RuntimeError: If ``loss_fn`` calls the model twice, another rank raised, or an exception
-            has broken off an earlier schedule.
+        RuntimeError: If ``loss_fn`` calls the model twice, another rank raised before the first
+            stage began, or an exception has broken off an earlier schedule.
     """
     size = len(batches)  # pyright: ignore[reportArgumentType]  # a schedule has to know it
     for module in sharded:
@@ -93,9 +93,7 @@ def accumulate_staged(
     shape = work.start()
     if size:
         with routers.noting():
-            error = work.stages.run(size, shape, work.train, reduces=not more)
-        # What went wrong on one rank is said here, where no rank waits.
-        work.stages.agree("", error)
+            work.stages.run(size, shape, work.train, reduces=not more)
 
 
 def evaluate_staged(
@@ -125,25 +123,16 @@ def evaluate_staged(
     sums = LossSums(state.targets.device)
     work = _Work(state, batches, length_of(batches), loss_fn, first, sums)
     work.start()
-    start, stages, error, is_over = 0, work.stages, None, False
-    while not is_over:
-        shapes = {}
-        try:
-            if error is None:
-                numbers = [n for n in range(start, start + stages.count) if work.has(n)]
-                shapes = {number: work.shape(number) for number in numbers}
-        except Exception as raised:
-            error = raised
-        is_over = len(shapes) < stages.count
-        try:
-            shown = f"{[tuple(shape) for shape in shapes.values()]} from {start} on"
-            stages.agree(shown, error, is_alone=True)
-            with stages.guarded():
-                error = stages.evaluate(shapes, work.compute)
-        except Exception as raised:
-            error, is_over = raised, True
+    start, stages, shapes = 0, work.stages, None
+    while shapes is None or len(shapes) == stages.count:
+        with stages.guarded():
+            numbers = [n for n in range(start, start + stages.count) if work.has(n)]
+            shapes = {number: work.shape(number) for number in numbers}
+        shown = f"{[tuple(shape) for shape in shapes.values()]} from {start} on"
+        stages.agree(shown, is_alone=True)
+        with stages.guarded():
+            stages.evaluate(shapes, work.compute)
         start += stages.count
-    stages.agree("", error)
     return work.sums
 
 

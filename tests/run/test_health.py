@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import re
 import signal
 import threading
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from covering import some_of
 from lab import lay_out
-from pool import run_ranks
+from pool import RankError, run_ranks
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -115,6 +116,37 @@ def test_a_collective_that_loses_a_rank_says_soon_where_that_rank_is(tmp_path, k
     assert SHORT_S <= seconds < LONG_S / 2
     assert "Timed out waiting 1000ms" in cause
     assert "all_reduce" in (tmp_path / "hang" / "rank_0.txt").read_text()
+
+
+def fail_in_a_stage(rank, world, out):
+    """Rank 1 raises in the third micro-batch of a second step, and ends."""
+    spec = fk.TransformerSpec(
+        vocab_size=8, dim=8, layers=2, heads=1, kv_heads=1, ffn_dim=8, max_seq_len=4
+    )
+    batches = [TensorDict({"input_ids": torch.full((1, 4), n)}, [1]) for n in range(4)]
+    broken = -1
+
+    def loss_fn(model, batch):
+        if rank == broken and batch["input_ids"][0, 0] == 2:
+            raise KeyError("a broken row")
+        return fk.Loss(model(batch["input_ids"]).sum(), 1)
+
+    with fragile_group(rank, world, out), patch.object(watchdog, "GRACE_S", 1.0):
+        state = lay_out(fk.Transformer(spec), {"pp": 2})
+        fk.accumulate(state, batches, loss_fn)  # ranks have nothing left to compare
+        state, broken = fk.donate(state, step=1), 1
+        try:
+            with Health(out, state.mesh, every=0) as health:
+                health(state)
+                fk.accumulate(state, batches, loss_fn)
+        except KeyError:
+            os._exit(1)
+
+
+def test_a_rank_that_fails_in_a_stage_is_named_by_the_one_that_waits_for_it(tmp_path):
+    lost = "HangError: the ranks lost each other after step 1: rank 0 failed: RuntimeError: .*"
+    with pytest.raises(RankError, match=rf"{lost}; rank 1 failed: KeyError: 'a broken row'\."):
+        run_ranks(fail_in_a_stage, 2, tmp_path, group=False, timeout_s=20)
 
 
 def watch_timeouts(rank, world, out):

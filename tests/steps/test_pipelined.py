@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import traceback
 from functools import partial
 from unittest import mock
 
@@ -14,7 +16,7 @@ import torch.nn.functional as F
 from covering import first_of
 from distributed.models import logits_loss
 from lab import SPEC, lay_out, mean_gradients, reference_gradients, relative_error
-from pool import run_again, run_ranks
+from pool import RankError, run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 
@@ -135,26 +137,16 @@ LOSSES = {
 }
 
 
-class _Short(list):
-    def __len__(self):
-        return 4
-
-
 def _check_refusals(rank, world):
     """Of what cannot run all ranks say so, before anything has run; then a step is what it is."""
     state = _state("1f1b")
     batches, refused = _batches(4), (ValueError, TypeError, RuntimeError)
     mine, others = _batches(2 + rank), _batches(4, places=6 + rank)
-    torn = [[*batches[:2], *_batches(2, places=5)], [*batches[:3], dict(batches[3])]]
     given = {
         "a step got no micro-batch": [],
         r"1 micro-batches do not fit .* '1f1b' on 2 ranks": batches[:1],
         r"rank 0 has 2 of shape \(2, 6\), .*; rank 1 has 3 of shape \(2, 6\), ": mine,
         r"rank 0 has 4 of shape \(2, 6\), .*; rank 1 has 4 of shape \(2, 7\), ": others,
-        # One rank comes to what is wrong in the middle of the step.
-        r"micro-batch 2 has shape \(2, 5\) and the first one of": batches if rank else torn[0],
-        "a micro-batch is a dict with": torn[1] if rank else batches,
-        r"have a len\(\) of 4 and ended after 3": _Short(batches[:3]) if rank else batches,
     }
     with pytest.raises(TypeError, match=r"'generator' has no len\(\)"):
         fk.accumulate(state, (batch for batch in batches), logits_loss)
@@ -243,7 +235,7 @@ class _Trips:
             return None
         if where == "in backward":
             return _Tripping.apply(given[-1])
-        raise _Trip
+        raise KeyboardInterrupt if where == "before the call" else _Trip
 
     def loss(self, model, batch):
         self.count("before the call")
@@ -266,63 +258,59 @@ class _Pulled(list):
             yield batch
 
 
-def _tripped(rank, world, schedule, where, at, wrong, steps_before):
-    state = _state(schedule, dp_shard=world // 2)
-    batches = _batches(4)
-    expected, _ = _expected(batches)
-    for _ in range(steps_before):
-        fk.accumulate(state, batches, logits_loss)
+class _Short(list):
+    def __len__(self):
+        return 4
+
+
+TORN = {
+    r"micro-batch 2 has shape \(2, 5\) and the first one of": lambda batches: [
+        *batches[:2],
+        *_batches(2, places=5),
+    ],
+    "a micro-batch is a dict with": lambda batches: [*batches[:3], dict(batches[3])],
+    r"have a len\(\) of 4 and ended after 3": lambda batches: _Short(batches[:3]),
+}
+
+
+def _tripped(rank, world, schedule, where, at, wrong, act, path):
+    """The rank that raises ends; what the others wait for does not come."""
+    state, batches = _state(schedule, dp_shard=world // 2), _batches(4)
+    fk.accumulate(state, batches, logits_loss)  # no rehearsal
     trips = _Trips(state, where if rank == wrong else "", at)
-    for act in (fk.accumulate, fk.evaluate)[: 1 if where == "in backward" else 2]:
-        trips.calls = 0
-        with pytest.raises(_Trip if rank == wrong else RuntimeError) as raised:
-            act(state, trips.batches(batches), trips.loss)
-        told = rf"rank {wrong}( of the pipeline)?: _Trip"
-        assert rank == wrong or re.search(told, str(raised.value)), str(raised.value)
-        assert act is fk.evaluate or all(p.grad is None for p in state.model.parameters())
-        assert _error(state, batches, expected) < 1e-10
+    given = TORN[where](batches) if where in TORN and rank == wrong else trips.batches(batches)
+    refused = (ValueError, TypeError) if where in TORN else (_Trip, KeyboardInterrupt)
+    with pytest.raises(refused if rank == wrong else RuntimeError) as raised:
+        act(state, given, trips.loss)
+    shown = "".join(traceback.format_exception(raised.value))
+    for again in (fk.accumulate, fk.evaluate):  # at once: nothing is waited for
+        with pytest.raises(RuntimeError, match="an exception broke off an earlier schedule"):
+            again(state, batches, logits_loss)
+    assert act is fk.evaluate or all(p.grad is None for p in state.model.parameters())
+    if rank == wrong:
+        assert "direct cause" not in shown
+        path.write_text(shown)
+        os._exit(1)
 
 
 @pytest.mark.parametrize(
-    ("world", "schedule", "where", "at", "wrong", "steps_before"),
+    ("world", "schedule", "where", "at", "wrong", "act"),
     [
-        (2, "1f1b", "before the call", 3, 0, 1),
-        (2, "zbv", "after the call", 2, 0, 1),
-        (2, "zbv", "in backward", 2, 0, 1),
-        (2, "1f1b", "in a block", 6, 1, 0),
-        (4, "1f1b", "in the data", 3, 1, 0),
+        (2, "1f1b", "before the call", 3, 0, fk.accumulate),
+        (2, "zbv", "in backward", 2, 0, fk.accumulate),
+        (2, "zbv", "in a block", 6, 1, fk.evaluate),
+        (4, "1f1b", "in the data", 3, 1, fk.accumulate),
+        *((2, "1f1b", message, 0, 0, fk.accumulate) for message in TORN),
     ],
 )
-def test_an_exception_on_one_rank_reaches_every_rank_and_the_step_can_be_tried_again(
-    world, schedule, where, at, wrong, steps_before
+def test_an_exception_in_a_stage_ends_its_rank_and_a_process_that_goes_on_is_refused(
+    tmp_path, world, schedule, where, at, wrong, act
 ):
-    """In the middle of a schedule, and in the data-parallel pipelines beside it."""
-    run_ranks(_tripped, world, schedule, where, at, wrong, steps_before, timeout_s=20)
-
-
-def _interrupted(rank, world):
-    """Messages that are left on their way would arrive in a later step."""
-    state, batches, calls = _state("gpipe"), _batches(3), []
-    fk.accumulate(state, batches, logits_loss)
-
-    def interrupting(model, batch):
-        calls.append(batch)
-        if len(calls) > (1 if rank else 3):  # the first call is the one that ranks compare
-            # What the first rank has sent would be cancelled if it were interrupted before.
-            dist.barrier()
-            raise KeyboardInterrupt
-        return logits_loss(model, batch)
-
-    with pytest.raises(KeyboardInterrupt):
-        fk.accumulate(state, batches, interrupting)
-    assert all(p.grad is None for p in state.model.parameters())
-    for again in (fk.accumulate, fk.evaluate):
-        with pytest.raises(RuntimeError, match="an exception broke off an earlier schedule"):
-            again(state, batches, logits_loss)
-
-
-def test_a_pipeline_that_an_interrupt_broke_off_is_refused_afterwards():
-    run_ranks(_interrupted, 2, timeout_s=30)
+    """In the middle of a schedule; the others see a lost connection, and are refused as well."""
+    path = tmp_path / "trace"
+    with pytest.raises(RankError, match=rf"rank {wrong} died"):
+        run_ranks(_tripped, world, schedule, where, at, wrong, act, path, timeout_s=20)
+    assert re.search(where if where in TORN else "raise (_Trip|Keyb)", path.read_text())
 
 
 class _Turn(nn.Module):

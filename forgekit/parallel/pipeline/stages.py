@@ -147,12 +147,12 @@ class Stages:
 
         Raises:
             Exception: ``error``, on its rank.
-            RuntimeError: On the other ranks, if there was one, and on all of them after an
+            RuntimeError: On the other ranks, if there was one; at once, without them, after an
                 exception in the middle of a schedule.
             ValueError: On every rank, with what each of them has.
         """
         if self._is_broken:
-            error = RuntimeError(
+            raise RuntimeError(
                 "an exception broke off an earlier schedule of this pipeline, and what was on its "
                 "way would arrive in this step. Start all ranks again from the last checkpoint."
             )
@@ -296,7 +296,7 @@ class Stages:
         compute: Compute,
         *,
         reduces: bool = True,
-    ) -> Exception | None:
+    ) -> None:
         """Run all forward and backward passes of a step; leaves reduced gradients.
 
         Args:
@@ -305,19 +305,17 @@ class Stages:
             compute: See ``Compute``. The sum of what the last stage returns is differentiated.
             reduces: Whether gradients are reduced over data-parallel ranks at the end.
 
-        Returns:
-            What ``compute``, or the backward pass, has raised on this rank, for ``agree``. The
-            schedule has come to its end all the same, with NaN.
+        Raises:
+            Exception: What ``compute``, or the backward pass, raises. The other ranks wait for what
+                this one does not send: the process has to end.
         """
         # Torch's schedule walks this rank's row of the table of work: before each forward it waits
         # for the activations, after it sends them on; backward the same the other way round. The
         # stages compute in between, and pull a micro-batch when its turn comes.
         passed = tuple(tuple(self.passed(stage, shape)) for stage in range(self.count - 1))
         schedule, stages = self._built(micro_batches, passed)
-        errors: list[Exception] = []
         for stage in stages:
-            stage.compute, stage.errors, stage.has_backward = compute, errors, True
-            stage.reduces = reduces
+            stage.compute, stage.has_backward, stage.reduces = compute, True, reduces
             stage.clear_runtime_states()
         # Torch is given numbers only: as keywords to forward, as targets to the loss.
         numbers = list(range(micro_batches))
@@ -325,16 +323,13 @@ class Stages:
         with self.guarded():
             try:
                 schedule._step_microbatches([()] * micro_batches, by_name, numbers)
+            except RuntimeError as error:
+                raise error.__cause__ or error from None  # torch's own lists all tensors
             finally:
                 for stage in stages:
                     del stage.compute  # and with it what it holds of this step
-        return errors[0] if errors else None
 
-    def evaluate(
-        self,
-        shapes: Mapping[int, Sequence[int]],
-        compute: Compute,
-    ) -> Exception | None:
+    def evaluate(self, shapes: Mapping[int, Sequence[int]], compute: Compute) -> None:
         """Run forward passes of some micro-batches.
 
         Each stage of this rank takes all of them before the next one does, so the number of
@@ -343,11 +338,7 @@ class Stages:
         Args:
             shapes: By number of a micro-batch its ``[b s]``.
             compute: See ``Compute``.
-
-        Returns:
-            What ``compute`` has raised on this rank; NaN was sent in place of what is missing.
         """
-        error: Exception | None = None
         kept: dict[int, Sequence[Tensor]] = {}
         on_their_way = []
         for stage in self.mine:
@@ -358,20 +349,13 @@ class Stages:
                 kept = {number: self._receive(stage, shape) for number, shape in shapes.items()}
             for number, shape in shapes.items():
                 received = kept.pop(number) if number in kept else self._receive(stage, shape)
-                out: Sequence[Tensor] = ()
-                try:
-                    out = compute(stage, number, tuple(received)) if error is None else ()
-                except Exception as raised:
-                    error = raised
-                if error is not None and target is not None:
-                    out = [poison(leaf, self.device) for leaf in self.passed(stage, shape)]
+                out = compute(stage, number, tuple(received))
                 if target == self._owners[stage]:
                     kept[number] = out
                 elif target is not None:
                     on_their_way += [(dist.isend(t, target, self._group), t) for t in out]
         for work, _ in on_their_way:
             work.wait()
-        return error
 
     def _receive(self, stage: int, shape: Sequence[int]) -> list[Tensor]:
         leaves = self.passed(stage - 1, shape) if stage else []

@@ -2,8 +2,7 @@
 
 ``torch.distributed.pipelining`` gives the order of work, sends and receives, and FSDP's gathers and
 reductions. What differs from its own ``step``: micro-batches are asked for when a stage needs them,
-shapes are given instead of found by running the model once more, and an exception does not break
-the schedule off.
+and shapes are given instead of found by running the model once more.
 """
 
 from __future__ import annotations
@@ -29,10 +28,6 @@ EDGE = (Leaf((), torch.float32),)
 class TorchStage(PipelineStage):
     """Its ``compute``, set for each step, gives what it sends; of the last stage, the loss.
 
-    ``errors`` holds the first exception of this rank in a step, for all of its stages. After it
-    nothing is computed on this rank any more, and NaN is sent: ranks that wait for a message, or in
-    a collective of FSDP's, come to the end of the schedule, where all of them learn of it.
-
     Args:
         module: The stage's part of the model.
         number: Its number.
@@ -43,7 +38,6 @@ class TorchStage(PipelineStage):
     """
 
     compute: Compute
-    errors: list[Exception]
     reduces: bool
 
     def __init__(
@@ -57,14 +51,13 @@ class TorchStage(PipelineStage):
         splits_backward: bool,
     ) -> None:
         edges = [EDGE, *passed, EDGE]
-        self.leaves = edges[number + 1]
         super().__init__(
             module,
             number,
             len(passed) + 1,
             device,
             input_args=_examples(edges[number]),
-            output_args=_examples(self.leaves),
+            output_args=_examples(edges[number + 1]),
             group=group,
             # What it runs for the gradients of weights, where they came along with the inputs'.
             dw_builder=None if splits_backward else lambda: lambda: None,
@@ -74,30 +67,10 @@ class TorchStage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, micro_batch: int) -> Any:
         """Compute; torch gives what was received, if the stage is not the first."""
-        received = tuple(map(arrived, args))
-        sent = None
-        if not self.errors:
-            try:
-                out = self.compute(self.stage_index, micro_batch, received)
-                # Torch detaches them in place after a backward to the inputs; views cannot be.
-                sent = tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)
-            except Exception as error:
-                self.errors.append(error)
-        sent = self._stand_ins(received) if sent is None else sent
+        out = self.compute(self.stage_index, micro_batch, tuple(map(arrived, args)))
+        # Torch detaches them in place after a backward to the inputs; views cannot be.
+        sent = tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)
         return sent[0] if self.is_last else sent
-
-    def backward_maybe_with_nosync(
-        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> Any:
-        """Differentiate; after an exception give NaN for what was received."""
-        if not self.errors:
-            try:
-                return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-            except Exception as error:  # torch's, which lists all tensors
-                cause = error.__cause__
-                self.errors.append(cause if isinstance(cause, Exception) else error)
-        given = bwd_kwargs.get("input_values", ())
-        return tuple(torch.full_like(x, torch.nan) if _has_slope(x) else None for x in given), []
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce gradients after a step's last schedule; before it they stay with FSDP."""
@@ -108,20 +81,6 @@ class TorchStage(PipelineStage):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def _stand_ins(self, received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """NaN for what the stage sends, which leads back to what it has received."""
-        for module in self.submod.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()  # in the order of a forward: other pipelines gather there
-        slopes = [x.sum() * torch.nan for x in received if _has_slope(x)]
-        root = sum(slopes, torch.full((), torch.nan, device=self.device, requires_grad=True))
-        return tuple(
-            root.to(leaf.dtype).expand(leaf.shape).clone()
-            if leaf.dtype.is_floating_point
-            else torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device)
-            for leaf in self.leaves
-        )
-
 
 def arrived(buffer: Tensor) -> Tensor:
     """What was received, apart from the buffer that it came in."""
@@ -129,10 +88,6 @@ def arrived(buffer: Tensor) -> Tensor:
     if received.requires_grad:
         received.register_hook(Tensor.contiguous)  # only such gradients can be sent
     return received
-
-
-def _has_slope(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _examples(leaves: Sequence[Leaf]) -> tuple[Tensor, ...]:
