@@ -58,6 +58,7 @@ ADAPTED = {
     "dense": (SPEC, DENSE),
     "deep": (attrs.evolve(SPEC, layers=4), DENSE),
     "experts": (EXPERTS, MIXED),
+    "beside experts": (EXPERTS, ({"rank": 2, "alpha": 8.0, "targets": ("*.query", "*.value")},)),
     "uneven": (attrs.evolve(EXPERTS, moe=attrs.evolve(EXPERTS.moe, experts=7)), MIXED),
     "late": (SPEC, LATE),
     "plain": (SPEC, (DENSE[0], DENSE[2])),

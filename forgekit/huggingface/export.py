@@ -13,7 +13,7 @@ from forgekit.checks import path_of
 from forgekit.huggingface.load import read_config
 from forgekit.huggingface.save import save_huggingface
 from forgekit.lora.adapters import merge_lora, unmerge_lora
-from forgekit.lora.peft_files import save_adapter
+from forgekit.lora.peft_files import adapters_of_experts, save_adapter
 from forgekit.mesh import process_rank
 from forgekit.model.lora import lora_layers
 from forgekit.ranks import CheckpointError
@@ -71,8 +71,8 @@ def export_tuned(
 ) -> str:
     """Write a fine-tuned model as a directory that transformers opens; every rank calls it.
 
-    Adapters are merged into what is written, and kept apart in peft's layout: as ``adapter/`` in
-    the run directory. Weights have the dtype of the base's.
+    Adapters are merged into what is written, and kept apart in peft's layout, which has none of
+    experts: as ``adapter/`` in the run directory. Weights have the dtype of the base's.
 
     Args:
         state: The state; its model is as before afterwards.
@@ -89,12 +89,14 @@ def export_tuned(
     source = path_of("base", base)
     config = read_config(source)
     dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype")), None)
-    adapter = Path(out) / "adapter" if lora_layers(state.model) else None
+    stacks, is_adapted = adapters_of_experts(state.model), bool(lora_layers(state.model))
+    adapter = Path(out) / "adapter" if is_adapted and not stacks else None
     if state.saves.pending is not None:
         state.saves.pending.wait()
     try:
         if adapter is not None:
             save_adapter(state.model, adapter, base=str(source))
+        if is_adapted:
             merge_lora(state.model)
         save_huggingface(state.model, directory, like=source, dtype=dtype)
     except (CheckpointError, OSError) as error:

@@ -4,12 +4,8 @@ A ``Transformer``'s matrices have the names that Llama-like models have in trans
 other models keep their own. A linear layer has ``<name>.lora_A.weight`` ``[r in]``,
 ``<name>.lora_B.weight`` ``[out r]`` and, with DoRA, ``<name>.lora_magnitude_vector`` ``[out]``.
 
-transformers holds the experts of a layer fused, so peft has one adapter for gate and up, under
-``<experts>.base_layer``, and one for down, under ``<experts>``, where the only one lies too. Of
-experts, ``A`` ``[e*r in]`` goes by expert, then rank, and ``B`` ``[out r*e]`` by rank, then expert.
-Here gate and up have an adapter each, of ranks ``r`` and ``s``: together they are one of rank
-``r + s`` whose ``B`` is zero outside of two blocks. So it is written, and so it is read where the
-blocks are there; one without blocks is read as two of the whole rank with the same ``A``.
+Adapters of experts have no place in these files: transformers holds gate and up fused, so peft has
+one adapter for both, where each has its own here.
 
 An adapter is small: it is gathered, and read, whole.
 
@@ -20,16 +16,14 @@ References:
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import mode
 from types import MappingProxyType
 from typing import Any
 
-import attrs
 import torch
 from torch import Tensor, nn
 
@@ -59,12 +53,11 @@ NAMES = MappingProxyType(
         "feed_forward.shared.gate": "mlp.shared_experts.gate_proj",
         "feed_forward.shared.up": "mlp.shared_experts.up_proj",
         "feed_forward.shared.down": "mlp.shared_experts.down_proj",
-        "feed_forward.experts.gate_up": "mlp.experts.gate_up_proj",
-        "feed_forward.experts.down": "mlp.experts.down_proj",
     }
 )
 """Matrices of a ``Transformer`` in ``layers.N``, and of transformers in ``model.layers.N``."""
-HEAD, EXPERTS = "lm_head", (".experts.gate_up_proj", ".experts.down_proj")
+HEAD = "lm_head"
+EXPERTS = "is an adapter of experts, which this library does not exchange with peft. "
 BASE_WEIGHTS = MappingProxyType(
     {"model.embed_tokens.weight": "embedding.weight", "lm_head.base_layer.weight": "output.weight"}
 )
@@ -105,12 +98,17 @@ def save_adapter(
 
     Raises:
         ValueError: If it is merged, or other parameters are trained too.
-        CheckpointError: If adapters differ in what the file says once (DoRA), or the directory
-            holds other files. On every rank.
+        CheckpointError: If experts have adapters, if adapters differ in what the file says once
+            (DoRA), or if the directory holds other files. On every rank.
     """
     path = path_of("directory", directory)
     check_unmerged(model, "the file is for a base without them")
     ranks, parameters, names = all_ranks(), _parameters(model), set(adapter_names(model))
+    if stacks := adapters_of_experts(model):
+        raise CheckpointError(
+            f"{stacks[0]!r} {EXPERTS}Merge it with forgekit.merge_lora and export the model with "
+            "forgekit.save_huggingface, or keep it with forgekit.checkpoint_save."
+        )
     beside = [n for n, p in model.named_parameters() if p.requires_grad and n not in names]
     held = ranks.each(lambda: (_adapters(model), beside, [*parameters]))
     adapters = {name: adapter for one, *_ in held for name, adapter in one.items()}
@@ -138,6 +136,12 @@ def save_adapter(
             (new / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
     ranks.first(write)
+
+
+def adapters_of_experts(model: nn.Module) -> list[str]:
+    """Names of the stacks of experts with an adapter, on any rank; every rank calls it."""
+    stacks = [name for (name, part), p in _parameters(model).items() if part == "A" and p.ndim == 3]
+    return [name for names in all_ranks().each(lambda: stacks) for name in names]
 
 
 def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
@@ -170,7 +174,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 
     def read() -> tuple[dict[str, Adapter], dict[Key, Tensor]]:
         config, files = _read_config(path / CONFIG), _read_tensors(path / TENSORS)
-        adapters, tensors = from_peft(config, files, shapes, held, is_transformer=is_transformer)
+        adapters, tensors = from_peft(config, files, shapes, is_transformer=is_transformer)
         if held and (different := differences(_describe(held), _describe(adapters))):
             raise CheckpointError(
                 f"{different}. Add the same adapters with forgekit.add_lora, before "
@@ -203,7 +207,7 @@ def to_peft(
         is_transformer: Whether the matrices are those of a ``Transformer``.
 
     Raises:
-        CheckpointError: If only some have DoRA, or gate and up of a layer have different scales.
+        CheckpointError: If only some have DoRA.
     """
     by_dora = {adapter.dora: name for name, adapter in adapters.items()}
     if len(by_dora) > 1:
@@ -211,31 +215,21 @@ def to_peft(
             f"{by_dora[True]!r} has DoRA and {by_dora[False]!r} has not; peft's files say it once "
             "for all. Use forgekit.checkpoint_save."
         )
-    if is_transformer:
-        adapters, tensors = _fuse(adapters, tensors)
-    keys, files = _keys(adapters, is_transformer=is_transformer), dict[str, Tensor]()
-    experts = [name for name in adapters if tensors[name, "A"].ndim == 3]
-    for name in adapters:
-        path = keys[name]
-        if is_transformer and name in experts:
-            path, _, leaf = path.rpartition(".")
-            has_both = f"{path}.down_proj" in keys.values()
-            path += ".base_layer" if leaf == "gate_up_proj" and has_both else ""
-        for part, end in ENDS.items():
-            if (tensor := tensors.get((name, part))) is None:
-                continue
-            if name in experts:  # [e r in] -> [e*r in], [e out r] -> [out r*e]
-                tensor = tensor.flatten(0, 1) if part == "A" else tensor.movedim(0, -1).flatten(1)
-            files[PREFIX + path + end] = tensor.contiguous()
+    keys = _keys(adapters, is_transformer=is_transformer)
+    files = {
+        PREFIX + keys[name] + end: tensors[name, part].contiguous()
+        for name in adapters
+        for part, end in ENDS.items()
+        if (name, part) in tensors
+    }
     by_key = {keys[name]: adapter for name, adapter in adapters.items()}
-    return _config(by_key, [keys[n] for n in experts], is_transformer=is_transformer), files
+    return _config(by_key, is_transformer=is_transformer), files
 
 
 def from_peft(
     config: Mapping[str, Any],
     files: Mapping[str, Tensor],
     shapes: Shapes,
-    held: Mapping[str, Adapter],
     *,
     is_transformer: bool,
 ) -> tuple[dict[str, Adapter], dict[Key, Tensor]]:
@@ -245,15 +239,11 @@ def from_peft(
         config: The config.
         files: Tensors by peft's names.
         shapes: Of the model's matrices, its embedding and its head.
-        held: The adapters that the model has, which decide how fused ones are split.
         is_transformer: As for ``to_peft``.
 
     Raises:
-        CheckpointError: If they are of another model.
+        CheckpointError: If they are of another model, or of experts.
     """
-    if is_transformer:
-        gates = {n: size for n, size in shapes.items() if n.endswith(".gate") and len(size) == 3}
-        shapes = {**shapes, **{f"{n}_up": (e, 2 * f, d) for n, (e, f, d) in gates.items()}}
     names = {key: name for name, key in _keys(shapes, is_transformer=is_transformer).items()}
     adapters: dict[str, Adapter] = {}
     tensors: dict[Key, Tensor] = {}
@@ -273,28 +263,22 @@ def from_peft(
         else:
             paths.setdefault(path.removesuffix(ENDS[part]), {})[part] = tensor
     for path, parts in paths.items():
-        key = _key_of(path, names, config, has_both=f"{path}.base_layer" in paths)
-        *experts, outputs, inputs = shapes[names[key]]
-        # Neither experts nor the head take dropout.
-        is_plain = bool(experts) or (is_transformer and key == HEAD)
+        key = _known(path, names, shapes)
+        outputs, inputs = shapes[names[key]]
+        is_head = is_transformer and key == HEAD
         adapter = Adapter(
             name=names[key],
             rank=_setting(config, "rank_pattern", "r", key),
             alpha=float(_setting(config, "alpha_pattern", "lora_alpha", key)),
-            dropout=0.0 if is_plain else float(config.get("lora_dropout") or 0.0),
-            dora=bool(config.get("use_dora")) and not experts,
+            # The head takes no dropout.
+            dropout=0.0 if is_head else float(config.get("lora_dropout") or 0.0),
+            dora=bool(config.get("use_dora")),
             rslora=bool(config.get("use_rslora")),
         )
-        count, rank = math.prod(experts), adapter.rank
-        expected = {"A": (count * rank, inputs), "B": (outputs, rank * count)}
+        expected = {"A": (adapter.rank, inputs), "B": (outputs, adapter.rank)}
         _check_shapes(key, parts, expected | ({"m": (outputs,)} if adapter.dora else {}))
-        if experts:
-            high = parts["B"].unflatten(1, (rank, count)).movedim(-1, 0)
-            parts = {"A": parts["A"].unflatten(0, (count, rank)), "B": high}
-        is_fused = is_transformer and key.endswith(EXPERTS[0])
-        for one, values in _split(adapter, parts, held) if is_fused else [(adapter, parts)]:
-            adapters[one.name] = one
-            tensors |= {(one.name, part): value for part, value in values.items()}
+        adapters[adapter.name] = adapter
+        tensors |= {(adapter.name, part): value for part, value in parts.items()}
     return adapters, tensors
 
 
@@ -307,82 +291,22 @@ def _keys(names: Iterable[str], *, is_transformer: bool) -> dict[str, str]:
     return keys | ({"output": HEAD} if "output" in names else {})
 
 
-def _key_of(
-    path: str, names: Mapping[str, str], config: Mapping[str, Any], *, has_both: bool
-) -> str:
-    """The matrix that lies under a path of the file; of experts one of two may lie there."""
-    if path in names and not path.endswith(EXPERTS):
-        return path
+def _known(path: str, names: Mapping[str, str], shapes: Shapes) -> str:
+    """Return a path of the file if it is that of a matrix of the model."""
     stem = path.removesuffix(".base_layer")
-    keys = [key for key in names if key.endswith(EXPERTS) and key.rpartition(".")[0] == stem]
-    if not keys:
+    if stem.endswith(".experts") or len(shapes.get(names.get(stem, ""), ())) == 3:
+        raise CheckpointError(
+            f"{path!r} {EXPERTS}Merge it with peft, and start from the merged model."
+        )
+    if path not in names:
         tied = "; of a tied model build it with tied=False" if path == HEAD else ""
         raise CheckpointError(
             f"it has an adapter of {path!r}, which this model does not have{tied}."
         )
-    if path != stem or has_both:
-        return f"{stem}.{'gate_up_proj' if path != stem else 'down_proj'}"
-    targets = config.get("target_parameters") or ()
-    (key,) = [key for key in keys if any(f".{key}".endswith(f".{target}") for target in targets)]
-    return key
+    return path
 
 
-def _fuse(
-    adapters: Mapping[str, Adapter], tensors: Mapping[Key, Tensor]
-) -> tuple[dict[str, Adapter], dict[Key, Tensor]]:
-    """Put gate and up of each layer of experts together; their ``B`` are blocks of one."""
-    adapters, tensors = dict(adapters), dict(tensors)
-    stacks = [name for name in adapters if tensors[name, "A"].ndim == 3]
-    for experts in dict.fromkeys(name.rpartition(".")[0] for name in stacks):
-        names = [f"{experts}.gate", f"{experts}.up"]
-        halves = [adapters.pop(name) for name in names if name in adapters]
-        if not halves:
-            continue
-        first = halves[0]
-        if any(not math.isclose(first.scale, half.scale, rel_tol=1e-9) for half in halves):
-            raise CheckpointError(
-                f"gate and up of {experts!r} have the scales {[half.scale for half in halves]}; "
-                "peft holds them fused, with one. Give both the same alpha / rank."
-            )
-        # A stack without an adapter is a block of no columns.
-        name, absent = f"{experts}.gate_up", tensors[first.name, "B"][..., :0]
-        pairs = zip(*(tensors.get((half, "B"), absent) for half in names), strict=True)
-        tensors[name, "A"] = torch.cat([tensors[half.name, "A"] for half in halves], dim=1)
-        tensors[name, "B"] = torch.stack([torch.block_diag(*pair) for pair in pairs])
-        adapters[name] = _evolve(first, name, sum(half.rank for half in halves))
-    return adapters, tensors
-
-
-def _split(
-    fused: Adapter, parts: Mapping[str, Tensor], held: Mapping[str, Adapter]
-) -> Iterator[tuple[Adapter, dict[str, Tensor]]]:
-    """Take gate and up apart: by the two blocks of ``B``, or with all ranks for each."""
-    low, high, rank = parts["A"], parts["B"], fused.rank
-    above, below = high.chunk(2, dim=1)
-    names = fused.name.removesuffix("_up"), fused.name.replace("gate_up", "up")
-    choices = [tuple(held[name].rank if name in held else 0 for name in names)]
-    if not any(choices[0]):  # the even split first, which also a B of zeros has
-        gates = sorted(range(rank + 1), key=lambda gate: abs(2 * gate - rank))
-        choices = [*((gate, rank - gate) for gate in gates), (rank, rank)]
-    for gate, up in choices:
-        has_blocks = not above[..., gate:].any() and not below[..., :gate].any()
-        if gate == up == rank or (gate + up == rank and has_blocks):
-            if gate:
-                yield _evolve(fused, names[0], gate), {"A": low[:, :gate], "B": above[..., :gate]}
-            if up:
-                yield _evolve(fused, names[1], up), {"A": low[:, -up:], "B": below[..., -up:]}
-            return
-
-
-def _evolve(adapter: Adapter, name: str, rank: int) -> Adapter:
-    """The adapter of another matrix, of another rank and the same scale."""
-    root = math.sqrt(rank) if adapter.rslora else rank
-    return attrs.evolve(adapter, name=name, rank=rank, alpha=adapter.scale * root)
-
-
-def _config(
-    adapters: Mapping[str, Adapter], experts: Collection[str], *, is_transformer: bool
-) -> dict[str, Any]:
+def _config(adapters: Mapping[str, Adapter], *, is_transformer: bool) -> dict[str, Any]:
     is_rslora = all(adapter.rslora for adapter in adapters.values())
     ranks = {name: adapter.rank for name, adapter in adapters.items()}
     alphas = {
@@ -397,8 +321,7 @@ def _config(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropouts.pop() if len(dropouts) == 1 else 0.0,
-        "target_modules": [name for name in adapters if name not in experts],
-        "target_parameters": [*experts] or None,
+        "target_modules": [*adapters],
         "rank_pattern": {name: value for name, value in ranks.items() if value != rank},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
         "use_dora": any(adapter.dora for adapter in adapters.values()),
@@ -410,7 +333,6 @@ def _config(
 
 def _setting(config: Mapping[str, Any], patterns: str, default: str, key: str) -> Any:
     """A matrix's rank or alpha; a pattern is a regular expression for the end of its name."""
-    # Never ``r`` alone: of a model with experts peft gives gate and up twice the rank, by pattern.
     given = config.get(patterns) or {}
     matching = (value for p, value in given.items() if re.match(rf"(.*\.)?({p})$", key))
     return next(matching, config[default])

@@ -13,7 +13,7 @@ import torch
 from adapted import build, move
 from covering import first_of, some_of
 from huggingface_models import logits_of, make_model, some_ids
-from lab import full_tensors, relative_error
+from lab import alone, full_tensors, relative_error
 from pool import run_ranks
 from safetensors.torch import load_file, save_file
 from saved import assert_same, truncate
@@ -55,23 +55,19 @@ def distance(one, other):
 
 MANY = ("*.query", "*.value", "*.down", "output")
 LESS_IN_1 = {"rank_pattern": {"layers.1.*": 3}, "alpha_pattern": {"*.value": 20.0}}
-UNLIKE = {"rank_pattern": {"*.up": 3}, "alpha_pattern": {"*.up": 12.0, "*.down": 6.0}}
 OURS = {
     "dense": {"targets": MANY, **LESS_IN_1},
     "dense, lengths": {"targets": ("*.query", "*.up"), "dora": True},
     "dense, roots": {"targets": ("*.gate",), "rslora": True},
-    "experts": {"targets": ("*.experts", "*.key")},
-    "experts of other ranks": {"targets": ("*.experts",), **UNLIKE},
-    "experts, up alone": {"targets": ("*.experts.up",)},
-    "experts, down alone": {"targets": ("*.experts.down",)},
+    "experts, beside them": {"targets": ("*.query", "*.key")},
 }
 
 
-@pytest.mark.parametrize("case", some_of(OURS, "experts", "experts, up alone", "dense, roots"))
+@pytest.mark.parametrize("case", some_of(OURS, "dense, roots"))
 def test_peft_opens_our_adapter_and_so_do_we(case, tmp_path):
     import peft
 
-    theirs = KINDS[case.split(",")[0].split()[0]]
+    theirs = KINDS[case.split(",")[0]]
     adapters = {"rank": 4, "alpha": 16.0, **OURS[case]}
     other = theirs()
     model = ours(other, tmp_path / "base")
@@ -94,21 +90,15 @@ PATTERNS = {
     "rank_pattern": {"v_proj": 3, r"layers\.1\.self_attn\.q_proj": 5},
     "alpha_pattern": {"down_proj": 24},
 }
-GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-OF_THREE = {"rank_pattern": {r"experts\.gate_up_proj": 3}}
 THEIRS = {
     "dense": (ROWS, PATTERNS),
     "dense, lengths": (["k_proj", "up_proj"], {"use_dora": True}),
     "dense, roots": (["o_proj"], {"use_rslora": True}),
     "tied, the head": (["lm_head", "q_proj"], {}),
-    "experts, rewritten": (["gate_proj", "up_proj", "down_proj", "k_proj"], {}),
-    "experts": (["q_proj"], {"target_parameters": [GATE_UP, DOWN]}),
-    "experts, gate and up": (["q_proj"], {"target_parameters": [GATE_UP], **OF_THREE}),
-    "experts, down": (["q_proj"], {"target_parameters": [DOWN]}),
 }
 
 
-@pytest.mark.parametrize("case", some_of(THEIRS, "dense, roots", "experts", "experts, down"))
+@pytest.mark.parametrize("case", some_of(THEIRS, "dense, roots"))
 def test_we_open_an_adapter_of_peft(case, tmp_path):
     import peft
 
@@ -131,18 +121,9 @@ def test_we_open_an_adapter_of_peft(case, tmp_path):
             fk.load_adapter(tied, tmp_path / "adapter")
 
 
-LAYOUTS = (
-    ("lengths", {"dp_shard": 1, "tp": 2}),
-    ("plain", {"dp_shard": 1, "pp": 2}),
-    ("experts", {"dp_shard": 2, "ep": 2}),
-)
-MORE = (("plain", {"dp_shard": 2}), ("experts", {"dp_shard": 1, "tp": 2}))
-WIDER = (
-    ("uneven", {"dp_shard": 4, "ep": 4}),
-    ("uneven", {"dp_shard": 2, "ep": 2, "tp": 2}),
-    ("experts", {"dp_shard": 4, "ep": 2}),
-    ("experts", {"dp_shard": 1, "tp": 2, "pp": 2}),
-)
+LAYOUTS = (("lengths", {"dp_shard": 1, "tp": 2}), ("plain", {"dp_shard": 1, "pp": 2}))
+MORE = (("plain", {"dp_shard": 2}), ("beside experts", {"dp_shard": 2, "ep": 2}))
+WIDER = (("plain", {"dp_shard": 2, "tp": 2}), ("beside experts", {"dp_shard": 1, "tp": 2, "pp": 2}))
 
 
 def facts_of(folder):
@@ -246,18 +227,41 @@ def test_an_adapter_of_another_base_is_refused_and_changes_nothing(
     assert_same(full_tensors(target), before)
 
 
-def test_fused_adapters_that_have_not_learned_are_split_as_the_model_holds_them(tmp_path):
-    ranks = {"*.gate": 1, "*.up": 4}
-    options = {"targets": "*.experts", "rank_pattern": ranks}
-    options["alpha_pattern"] = {pattern: 4.0 * rank for pattern, rank in ranks.items()}
-    model = fk.add_lora(fk.Transformer(adapted.EXPERTS), **options)
-    fk.save_adapter(model, tmp_path / "adapter")  # of zeros, which any two blocks could be
-    other = fk.add_lora(fk.Transformer(adapted.EXPERTS), seed=1, **options)
-    fk.load_adapter(other, tmp_path / "adapter")
-    assert_same(full_tensors(other), full_tensors(model))
-    other = fk.add_lora(fk.Transformer(adapted.EXPERTS), rank=3, alpha=12.0, targets="*.experts")
-    with pytest.raises(fk.CheckpointError, match=r"/adapter: it lacks '.*\.gate'"):
-        fk.load_adapter(other, tmp_path / "adapter")
+OF_EXPERTS = {
+    "rewritten": (["gate_proj", "up_proj", "down_proj", "k_proj"], {}),
+    "both": (["q_proj"], {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+    "down": (["q_proj"], {"target_parameters": ["mlp.experts.down_proj"]}),
+}
+
+
+@pytest.mark.parametrize("case", some_of(OF_EXPERTS, "both"))
+def test_an_adapter_of_experts_is_refused_with_how_to_merge_it(case, tmp_path):
+    import peft
+
+    theirs, (targets, options) = KINDS["experts"], OF_EXPERTS[case]
+    config = peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **options)
+    move(peft.get_peft_model(theirs(), config)).save_pretrained(tmp_path / "adapter")
+    before = full_tensors(model := ours(theirs(), tmp_path / "base"))
+    message = (
+        r"/adapter: 'model\.layers\.\d\.mlp\.experts.*' is an adapter of experts, .* with peft, "
+    )
+    with pytest.raises(fk.CheckpointError, match=message):
+        fk.load_adapter(model, tmp_path / "adapter")
+    assert_same(full_tensors(model), before)
+
+
+def test_an_export_has_adapters_of_experts_merged_and_none_beside_it(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = ours(
+        KINDS["experts"](), tmp_path / "base", {"rank": 4, "targets": ("*.experts", "*.key")}
+    )
+    state = alone(move(model))
+    expected = model(IDS)
+    fk.run.export_tuned(state, tmp_path / "run", tmp_path / "tuned", base=tmp_path / "base")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").eval()
+    assert distance(logits_of(opened, IDS), expected) < 1e-5
+    assert not (tmp_path / "run" / "adapter").exists()
 
 
 def merged():
@@ -271,16 +275,14 @@ def trained():
     return model
 
 
-def apart():
-    base = fk.Transformer(adapted.EXPERTS)
-    return fk.add_lora(base, targets="*.experts", rank_pattern={"*.gate": 4})
-
-
 SAVED = [
     (trained, r"1 trained parameters .*'norm\.weight'"),
     (merged, "the file is for a base without them"),
     (partial(build, "dense"), r"has DoRA and '.*' has not"),
-    (apart, r"gate and up of '.*experts' have the scales"),
+    (
+        partial(build, "experts"),
+        r"'layers\.1\..*\.experts\..*' is an adapter of experts, .*merge_lora ",
+    ),
 ]
 
 
