@@ -1,4 +1,4 @@
-"""What runs left behind as one HTML page that loads nothing; matplotlib draws, HTML lists.
+"""What a run left behind as one HTML page that loads nothing; matplotlib draws, HTML lists.
 
 The page needs only the files of a run directory, and a run that was killed, is still running or has
 broken files has a page too: what cannot be read is noted. Without matplotlib it has its tables.
@@ -35,27 +35,19 @@ if TYPE_CHECKING:
     from forgekit.state import TrainState
 
 CHARTS = (
-    ("Loss", "nats per target", "train/loss|eval/.+/loss", ""),
-    ("Learning rate", "", "train/lr", "zero"),
-    ("Gradient norm before clipping", "L2", "train/grad_norm", "log"),
-    ("Gradient norm by layer", "L2", "grad_norm/.+", "log"),
-    ("Evaluation: bits per byte", "", "eval/.+/bits_per_byte", ""),
-    ("Evaluation: the rest", "", "eval/.+", ""),
-    ("Targets per second", "", "perf/tokens_per_second.*", "zero"),
-    ("Seconds per step", "s", "perf/.*seconds.*", "log"),
-    ("Model FLOP utilisation", "share of the peak", "perf/mfu.*", ""),
-    ("Memory", "GiB", "memory/.+", "zero"),
-    ("Loss by source", "nats per target", "source/.+/loss", ""),
-    ("Targets by source", "per step", "source/.+/targets", "zero"),
-    ("Routers of experts", "", "moe/[^/]+", "log"),
-    ("Reward", "mean of the answers", "rollout/reward", ""),
-    ("Length of answers", "tokens", "rollout/length", "zero"),
-    ("Staleness of tokens", "versions", "rollout/staleness", "zero"),
-    ("Mismatch of trainer and sampler", "KL (k3), nats", "rollout/mismatch_kl", ""),
-    ("Share of clipped tokens", "", "rollout/clipped", "zero"),
-    ("", "", ".+", ""),
+    ("Loss", "nats per target", "train/loss|eval/.+/loss", False),
+    ("Learning rate", "", "train/lr", True),
+    ("Gradient norm before clipping", "L2", "train/grad_norm", False),
+    ("Gradient norm by layer", "L2", "grad_norm/.+", False),
+    ("Targets per second", "", "perf/tokens_per_second.*", True),
+    ("Seconds per step", "s", "perf/.*seconds.*", False),
+    ("Model FLOP utilisation", "share of the peak", "perf/mfu.*", True),
+    ("Memory", "GiB", "memory/.+", True),
+    ("Loss by source", "nats per target", "source/.+/loss", False),
+    ("Targets by source", "per step", "source/.+/targets", True),
+    ("Routers of experts", "", "moe/[^/]+", False),
 )
-"""Title, unit, pattern and axis; a metric is in the first chart whose pattern its name matches."""
+"""Title, unit, pattern of metrics, and whether the axis begins at 0. Others have a chart each."""
 NOT_DRAWN = re.compile(
     "step|samples|train/(loss_mean|targets|skipped|skipped_in_a_row|spikes)|moe/load/.+"
     "|eval/.+/(perplexity|targets)"
@@ -71,11 +63,9 @@ FEW = 20
 COLUMNS = 500
 """Points of a trend."""
 EVENTS = 50
-MOST_WORK = 512
-"""Micro-batches of all stages that are drawn of a pipeline."""
 STYLE = (
     "body{font:15px/1.4 system-ui,sans-serif;max-width:70rem;margin:1rem auto;padding:0 1rem;"
-    "color:#1f2328}svg{width:100%;height:auto}svg.half{width:49.5%}"
+    "color:#1f2328}svg{width:100%;height:auto}"
     "table{border-collapse:collapse;margin:.5rem 0}"
     "td,th{padding:.15rem .8rem .15rem 0;text-align:left;vertical-align:top;"
     "border-bottom:1px solid #e4e6ea;overflow-wrap:anywhere}.note{background:#fff4e5;"
@@ -94,15 +84,8 @@ PAGE = (
 class Run:
     """A run as far as its files tell; what a file does not hold is empty.
 
-    Attributes:
-        folder: The run directory.
-        rows: The rows of ``metrics.jsonl``.
-        config: The resolved configuration.
-        status: How it ended.
-        history: Its starts and ends.
-        changes: What changed in its configuration.
-        bad: Its bad steps.
-        notes: What could not be read.
+    ``rows`` are those of ``metrics.jsonl``, ``history`` its starts and ends, ``changes`` those of
+    its configuration, ``bad`` its bad steps, ``notes`` what could not be read.
     """
 
     folder: Path
@@ -182,13 +165,6 @@ class Run:
         names = [name for name in self.names(LOSSES) if len(self.finite(name))]
         return sorted(names, key="train/loss".__ne__)
 
-    def setting(self, dotted: str, default: Any) -> Any:
-        """Return a value of the configuration, such as ``mesh.pp``, if it is of the right type."""
-        value: Any = self.config
-        for part in dotted.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
-        return value if isinstance(value, type(default)) else default
-
     def starts(self) -> list[dict[str, Any]]:
         """Return the events of its starts."""
         return [event for event in self.history if event.get("event") == "started"]
@@ -200,28 +176,23 @@ class Run:
         return sorted(listed or {int(step) for step in steps[skipped > 0]})
 
 
-def write_report(
-    runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str] | None = None
-) -> Path:
-    """Write what runs left behind as one page that opens without a network.
+def write_report(run: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
+    """Write what a run left behind as one page that opens without a network.
 
     Args:
-        runs: Run directories, or ``metrics.jsonl`` files alone; several are drawn over each other.
-        out: The page, replaced in one go; None is ``report.html`` in the run directory, of several
-            runs in the current one.
+        run: The run directory, or a ``metrics.jsonl`` alone.
+        out: The page, replaced in one go; None is ``report.html`` in the run directory.
 
     Returns:
         The page.
 
     Raises:
-        ValueError: If a path is no run.
+        ValueError: If it is no run.
         OSError: If the page cannot be written.
     """
-    read = [Run.read(Path(run)) for run in runs]
-    folder = read[0].folder if len(read) == 1 else Path()
-    page = folder / "report.html" if out is None else Path(out)
-    title = _text(" | ".join(str(run.folder) for run in read))
-    content = PAGE.format(title=title, style=STYLE, body="".join(_body(read)))
+    read = Run.read(Path(run))
+    page = read.folder / "report.html" if out is None else Path(out)
+    content = PAGE.format(title=_text(read.folder), style=STYLE, body=_body(read))
     write_atomic(page, content.encode())
     return page
 
@@ -251,7 +222,7 @@ def plot_losses(
         raise ValueError(f"{metrics_path} has {len(run.rows)} rows and no finite loss in them.")
     figure = _figure(title or f"Loss of {run.folder}", 8, 5.5)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    _draw_curves(above, [(run, name) for name in losses], "nats per target")
+    _draw_curves(above, run, losses, "nats per target")
     above.set_xlabel("")
     below.plot(*run.column("train/lr"), color="gray")
     below.set(ylabel="learning rate", xlabel="optimizer step", ylim=(0, None))
@@ -331,7 +302,7 @@ def wrap_up(
         if Run.read(out).names(f"{LOAD}.+"):
             png = out / "expert_loads.png"
             parts["loads"] = lambda: f"loads of experts: {plot_expert_loads(metrics, png)}"
-        parts["report"] = lambda: f"report: {write_report([out])}"
+        parts["report"] = lambda: f"report: {write_report(out)}"
     lines = []
     for name, make in parts.items():
         try:
@@ -344,41 +315,32 @@ def wrap_up(
 # The page
 
 
-def _body(runs: Sequence[Run]) -> Iterator[str]:
+def _body(run: Run) -> str:
     now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    yield f"<p>Made {now} by forgekit {version_of('forgekit')}.</p>"
-    yield from (_note(note) for run in runs for note in run.notes)
-    yield _table(["run", *_headline(runs[0])], ([r.folder, *_headline(r).values()] for r in runs))
-    if find_spec("matplotlib") is None:
-        yield _note('There are no charts: matplotlib is missing. pip install "forgekit[plot]"')
-    else:
-        yield from _charts(runs)
-        yield from (part for run in runs for part in _diagrams(run))
-    for run in runs:
-        name = _text(run.folder)
-        for path in sorted((run.folder / "samples").glob("*.txt"))[-6:]:
-            try:
-                text = read_regular(path)[:2000].decode(errors="replace")
-            except OSError as error:
-                text = f"{path} cannot be read: {error}"
-            yield f"<h3>{name}: {_text(path.stem)}</h3><pre>{_text(text)}</pre>"
-        heads = ["metric", "last", "least", "not finite or too large to draw"]
-        metrics = [_summary(run, metric) for metric in run.names(f"(?!{LOAD}).+")]
-        yield f"<h2>{name}: metrics</h2>{_table(heads, metrics)}"
-        events = sorted([*run.history, *run.changes], key=lambda event: str(event.get("time")))
-        yield f"<h2>{name}: what happened</h2>{_listed(events)}"
-        if run.bad:
-            yield f"<h3>Bad steps: {len(run.bad)}</h3>{_listed(run.bad)}"
-            yield "<p><code>forgekit replay RUN --script FILE</code> looks at one again.</p>"
-    configs = [{key: _short(value) for key, value in flat(run.config)} for run in runs]
-    settings = {key: [one.get(key, "") for one in configs] for one in configs for key in one}
-    alike = {key: values for key, values in settings.items() if len({*values}) == 1}
-    heads = ["key", *(run.folder for run in runs)]
-    if len(runs) > 1:
-        other = ([key, *settings[key]] for key in settings if key not in alike)
-        yield f"<h2>Configuration: keys that differ</h2>{_table(heads, other)}"
-    table = _table(heads, ([key, *values] for key, values in alike.items()))
-    yield f"<details><summary>{len(alike)} keys of the configuration</summary>{table}</details>"
+    settings = _table((key, _short(value)) for key, value in flat(run.config))
+    sections = {
+        "Headline": _table(_headline(run).items()),
+        "Curves": _curves(run),
+        "Bad steps": _listed(run.bad),
+        "Load of each expert": _loads(run),
+        "Configuration": f"<details><summary>all keys</summary>{settings}</details>",
+        "Changes of the configuration": _listed(run.changes),
+        "Samples": "".join(_samples(run)),
+    }
+    made = f"<p>Made {now} by forgekit {version_of('forgekit')}.</p>"
+    notes = "".join(map(_note, run.notes))
+    shown = (f"<h2>{title}</h2>{content}\n" for title, content in sections.items() if content)
+    return made + notes + "".join(shown)
+
+
+def _samples(run: Run) -> Iterator[str]:
+    """The last samples that the model wrote."""
+    for path in sorted((run.folder / "samples").glob("*.txt"))[-6:]:
+        try:
+            text = read_regular(path)[:2000].decode(errors="replace")
+        except OSError as error:
+            text = f"{path} cannot be read: {error}"
+        yield f"<h3>{_text(path.stem)}</h3><pre>{_text(text)}</pre>"
 
 
 def _headline(run: Run) -> dict[str, object]:
@@ -388,7 +350,7 @@ def _headline(run: Run) -> dict[str, object]:
     status = run.status.get("status", "-")
     if status == "running" and not is_locked(run.folder / ".lock"):
         status = "killed: no process holds the run"
-    at = f"step {step} of {run.setting('steps', 0) or '?'}"
+    at = f"step {step} of {run.config.get('steps') or '?'}"
     more = (str(run.status[name]) for name in ("reason", "time") if run.status.get(name))
     seconds = _over_steps(run, "perf/step_seconds")
     waiting = _over_steps(run, "perf/data_wait_seconds") / max(seconds, 1e-9)
@@ -397,6 +359,7 @@ def _headline(run: Run) -> dict[str, object]:
         "status": f"{status}; {', '.join([at, *more])}",
         "parameters": _short(started.get("parameters")),
         "devices": f"{started.get('ranks', '?')} x {started.get('device', '?')}",
+        **{name: f"{run.finite(name)[-1]:.4f} at last" for name in run.losses()},
         "targets seen": _short(_over_steps(run, "train/targets") or None),
         "targets per second": _short(run.recent("perf/tokens_per_second")),
         "MFU": "-" if mfu is None else f"{mfu:.1%}",
@@ -412,51 +375,39 @@ def _over_steps(run: Run, metric: str) -> float:
     return float(np.nansum(values * np.diff(steps, prepend=min([0, *steps[:1]]))))
 
 
-def _summary(run: Run, metric: str) -> tuple[str, ...]:
-    """A metric's name, its last and its least value, and where it has none."""
-    steps, values = run.column(metric)
-    at, gaps = np.flatnonzero(np.isfinite(values)), steps[np.isnan(values)]
-    chosen = (at[-1], at[values[at].argmin()]) if len(at) else ()
-    shown = [f"{_short(float(values[i]))} at step {steps[i]}" for i in chosen] or ["-", "-"]
-    where = f"{len(gaps)} of {len(steps)} rows, step {gaps[0]} first" if len(gaps) else ""
-    return metric, *shown, where
+def _loads(run: Run) -> str:
+    has_loads = find_spec("matplotlib") is not None and run.names(f"{LOAD}.+")
+    return _svg(_loads_figure(run, "")) if has_loads else ""
 
 
-def _charts(runs: Sequence[Run]) -> Iterator[str]:
-    """Charts of what has two finite values; of several runs one for each metric."""
-    names = dict.fromkeys(name for run in runs for name in run.names())
-    names = [name for name in names if not NOT_DRAWN.fullmatch(name)]
-    left = [name for name in names if max(len(run.finite(name)) for run in runs) > 1]
-    for title, unit, pattern, axis in CHARTS:
-        matching = [name for name in left if re.fullmatch(pattern, name)]
-        left = [name for name in left if name not in matching]
-        is_wide, is_one = title == "Loss", bool(title) and len(runs) == 1
-        charts = [[name] for name in matching]
-        if is_one and matching:
-            charts = [matching[:MOST_CURVES]]
-        for chosen in charts:
-            figure = _figure(title if is_one else chosen[0], *((11, 3.4) if is_wide else (6, 3)))
-            axes = figure.subplots()
-            curves = [(run, name) for name in chosen for run in runs if len(run.finite(name))]
-            _draw_curves(axes, curves, unit, axis)
-            if is_wide and is_one:
-                _draw_marks(axes, runs[0])
-            yield _svg(figure, "" if is_wide else "half")
+def _panels(run: Run) -> Iterator[tuple[str, str, bool, list[str]]]:
+    """Title, unit, whether the axis begins at 0, and metrics that have two finite values."""
+    names = [name for name in run.names() if not NOT_DRAWN.fullmatch(name)]
+    left = [name for name in names if len(run.finite(name)) > 1]
+    for title, unit, pattern, from_zero in CHARTS:
+        if chosen := [name for name in left if re.fullmatch(pattern, name)]:
+            yield title, unit, from_zero, chosen[:MOST_CURVES]
+            left = [name for name in left if name not in chosen]
+    yield from ((name, "", False, [name]) for name in left)
 
 
-def _diagrams(run: Run) -> Iterator[str]:
-    """Loads of experts, the pipeline's clock, and a mask that is more than causal."""
-    if run.names(f"{LOAD}.+"):
-        yield _svg(_loads_figure(run, f"{run.folder}: load of each expert"))
-    if run.setting("mesh.pp", 1) > 1:
-        yield _pipeline(run)
-    if run.setting("data.doc_ids", False):
-        ends = np.searchsorted([10, 18], np.arange(24), side="right")
-        figure = _figure("Who attends to whom, of three documents in a row", 6, 4.5)
-        axes = figure.subplots()
-        axes.imshow(np.tril(ends[:, None] == ends), cmap="Blues")
-        axes.set(xlabel="key position", ylabel="query position")
-        yield _svg(figure, "half")
+def _curves(run: Run) -> str:
+    """All charts in one grid of two columns; the first takes both."""
+    if find_spec("matplotlib") is None:
+        return _note('There are no charts: matplotlib is missing. pip install "forgekit[plot]"')
+    if not (panels := [*_panels(run)]):
+        return ""
+    rows = 1 + len(panels) // 2
+    figure = _figure("", 11, 3 * rows)
+    grid = figure.add_gridspec(rows, 2)
+    for number, (title, unit, from_zero, names) in enumerate(panels):
+        row, column = divmod(number + 1, 2)
+        axes = figure.add_subplot(grid[row, column] if number else grid[0, :])
+        axes.set_title(_clean(title), fontsize=10, parse_math=False)
+        _draw_curves(axes, run, names, unit, from_zero=from_zero)
+        if "train/loss" in names:
+            _draw_marks(axes, run)
+    return _svg(figure)
 
 
 # Drawing
@@ -467,11 +418,12 @@ def _figure(title: str, width: float, height: float) -> Figure:
     figure = require("matplotlib.figure", extra="plot").Figure(
         figsize=(width, height), layout="constrained"
     )
-    figure.suptitle(_clean(title), fontsize=11, parse_math=False)
+    if title:
+        figure.suptitle(_clean(title), fontsize=11, parse_math=False)
     return figure
 
 
-def _svg(figure: Figure, css_class: str = "") -> str:
+def _svg(figure: Figure) -> str:
     from matplotlib import rc_context
 
     picture = io.StringIO()
@@ -479,7 +431,7 @@ def _svg(figure: Figure, css_class: str = "") -> str:
     settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "forgekit"}
     with rc_context(settings | {"path.simplify_threshold": 1.0}):
         figure.savefig(picture, format="svg", metadata={"Date": None})
-    return f'<svg class="{css_class}"' + picture.getvalue().partition("<svg")[2]
+    return "<svg" + picture.getvalue().partition("<svg")[2]
 
 
 def _write_png(figure: Figure, path: Path) -> Path:
@@ -490,42 +442,28 @@ def _write_png(figure: Figure, path: Path) -> Path:
     return path
 
 
-def _draw_curves(axes: Axes, curves: Sequence[tuple[Run, str]], unit: str, axis: str = "") -> None:
+def _draw_curves(
+    axes: Axes, run: Run, names: Sequence[str], unit: str, *, from_zero: bool = False
+) -> None:
     """Each row, pale where there are many, and the median over a window.
 
-    Args:
-        axes: Where to draw.
-        curves: A run and its metric, of each.
-        unit: Of the numbers.
-        axis: ``"log"``, or ``"zero"`` for one that begins at 0.
+    The axis is logarithmic where the largest number is above ten times the least one.
     """
-    trends, finite = [], np.concatenate([run.finite(name) for run, name in curves])
-    are_runs = len({id(run) for run, _ in curves}) > 1
-    for run, name in curves:
+    for name in names:
         steps, values = run.column(name)
         at, trend = _trend(values)
         style = {"marker": "o", "ms": 3} if len(steps) < FEW else {}
         (line,) = axes.plot(steps, values, lw=0.7, alpha=0.3, **style)
-        label = _clean(run.folder if are_runs else name)
-        axes.plot(steps[at], trend, color=line.get_color(), label=label)
-        trends.append(trend)
+        axes.plot(steps[at], trend, color=line.get_color(), label=_clean(name))
     axes.set(xlabel="optimizer step", ylabel=unit)
     axes.locator_params(axis="x", integer=True)
     axes.grid(color="#e4e6ea")
     axes.legend(frameon=False, fontsize=8, loc="upper right")
-    least, most = finite.min(), finite.max()
-    if axis == "log" and 0 < 10 * least < most:
+    finite = np.concatenate([run.finite(name) for name in names])
+    if from_zero:
+        axes.set_ylim(min(0.0, finite.min()), None)
+    elif 0 < 10 * finite.min() < finite.max():
         axes.set_yscale("log")
-        return
-    if axis == "zero":
-        axes.set_ylim(min(0.0, least), None)
-    # A few rows far above all others would flatten everything else.
-    middle, high = np.percentile(finite, [50, 98])
-    limit = max(np.nanmax(np.concatenate(trends)), middle + 6 * (high - middle))
-    if most > limit > least:
-        axes.set_ylim(least - 0.04 * (limit - least), limit)
-        count = (finite > limit).sum()
-        axes.set_title(f"{count} rows above, the largest {_short(float(most))}", fontsize=8)
 
 
 def _draw_marks(axes: Axes, run: Run) -> None:
@@ -534,7 +472,7 @@ def _draw_marks(axes: Axes, run: Run) -> None:
     marks = [("started again", "gray", event.get("step")) for event in run.starts()[1:]]
     rolled_back = (event for event in run.history if event.get("event") == "rolled_back")
     marks += [("rolled back", "purple", event.get("step")) for event in rolled_back]
-    for phase in run.setting("phases", []):
+    for phase in run.config.get("phases") or ():
         at = np.interp(phase.get("start", 0), [0, *samples], [0, *steps])
         marks.append(("phase", "black", phase.get("step", at)))
     for label, color, step in marks:
@@ -566,36 +504,6 @@ def _loads_figure(run: Run, title: str) -> Figure:
     scale = figure.colorbar(panels[0].images[0], ax=panels, extend="both")
     scale.set_ticks([-2, 0, 2], labels=["idle: 1/4", "even", "4 times the mean"])
     return figure
-
-
-def _pipeline(run: Run) -> str:
-    """Who works on what in a step, on a simulated clock: stages cost the same, messages nothing."""
-    from forgekit.parallel.pipeline.schedule import timeline
-
-    stages, schedule = run.setting("mesh.pp", 1), run.setting("pipeline_schedule", "1f1b")
-    sharing = math.prod(run.setting(f"mesh.{name}", 1) for name in ("pp", "cp", "tp"))
-    ranks = (run.starts() or [{}])[-1].get("ranks", stages)
-    rows = run.setting("batch_size", 1) * max(ranks // sharing, 1)
-    count = max(run.setting("global_batch_size", 2 * stages * rows) // rows, 1)
-    count = min(count, max(MOST_WORK // stages, 2 * stages))
-    clock = timeline(schedule, stages, count)
-    title = f"Pipeline {schedule}, {count} micro-batches, simulated: bubble {clock.bubble:.1%}"
-    figure = _figure(f"{run.folder}: {title}", 11, 1.4 + stages / 4)
-    axes = figure.subplots()
-    for kind, label, color in (
-        ("F", "forward", "tab:blue"),
-        ("B", "backward", "tab:green"),
-        ("I", "to inputs", "tab:olive"),
-        ("W", "to weights", "tab:orange"),
-    ):
-        for work in (one for one in clock.intervals if one.work.kind == kind):
-            spans, box = [(work.start, work.end - work.start)], (work.rank - 0.45, 0.9)
-            axes.broken_barh(spans, box, color=color, edgecolor="white", label=label)
-            label = ""
-    axes.invert_yaxis()
-    axes.set(xlabel="time, in forward passes of one stage", ylabel="rank")
-    axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower right", bbox_to_anchor=(1, 1))
-    return _svg(figure)
 
 
 def _trend(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -643,16 +551,17 @@ def _short(value: Any) -> str:
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
-def _table(heads: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+def _table(rows: Iterable[Iterable[object]], heads: Iterable[object] = ()) -> str:
     head = "".join(f"<th>{_text(name)}</th>" for name in heads)
     lines = ("".join(f"<td>{_text(cell)}</td>" for cell in row) for row in rows)
     return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>\n"
 
 
 def _listed(records: Sequence[Mapping[str, Any]]) -> str:
-    """The last records as a table of all their keys."""
-    keys = list(dict.fromkeys(key for record in records[-EVENTS:] for key in record))
-    return _table(keys, ([_short(one.get(key)) for key in keys] for one in records[-EVENTS:]))
+    """The last records as a table of all their keys; nothing, if there are none."""
+    last = records[-EVENTS:]
+    keys = list(dict.fromkeys(key for record in last for key in record))
+    return _table(([_short(one.get(key)) for key in keys] for one in last), keys) if last else ""
 
 
 def _note(text: str) -> str:

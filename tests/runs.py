@@ -28,6 +28,7 @@ from safetensors.torch import load_file
 from saved import assert_same
 
 import forgekit as fk
+from forgekit import report
 from forgekit.cli import recipes_folder
 
 PATIENCE_S = 150
@@ -75,13 +76,13 @@ def run_here(recipe: str | Path, command_line: Sequence[str], *, is_drawn: bool 
         signal_handlers_kept(),
         mock.patch.object(sys, "argv", [f"{Path(recipe).stem}.py", *command_line]),
         mock.patch.object(fk, "wrap_up", fk.wrap_up if is_drawn else draw_nothing),
+        mock.patch.object(report, "find_spec", report.find_spec if is_drawn else draw_nothing),
     ):
         load_recipe(recipe).main()
 
 
-def draw_nothing(*_arguments: Any, **_options: Any) -> str:
-    """Stands in for ``forgekit.wrap_up``."""
-    return ""
+def draw_nothing(*_arguments: Any, **_options: Any) -> None:
+    """Stands in for ``forgekit.wrap_up``, and for the search for a drawing library."""
 
 
 @contextmanager

@@ -84,9 +84,9 @@ def test_a_report_goes_through_three_files(tmp_path):
     drawn = "step", "train/loss", "moe/load/layers.1.feed_forward"  # a chart of each kind
     kept = [{key: value for key, value in row.items() if key in drawn} for row in rows]
     report_runs.lines(run / "metrics.jsonl", kept)
-    write_report([run])  # what is imported by now calls nothing more
+    write_report(run)  # what is imported by now calls nothing more
     with watched() as seen:
-        write_report([run])
+        write_report(run)
     print(f"a report goes through {len(seen)} files: {', '.join(sorted(seen))}")  # noqa: T201
     assert len(seen) <= 3
     assert "report" in seen

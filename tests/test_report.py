@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import sys
@@ -43,11 +42,11 @@ class Page(HTMLParser):
             self.rows[-1].append(data)
 
 
-def page_of(*runs, out=None, charts=False):
+def page_of(run, charts=False):
     """The page; without charts, which take longest, as where matplotlib is missing."""
     find = report.find_spec if charts else lambda name: None
     with mock.patch.object(report, "find_spec", find):
-        return Page(write_report(runs, out))
+        return Page(write_report(run))
 
 
 def few(count, scale=1.0, **values):
@@ -58,15 +57,16 @@ def few(count, scale=1.0, **values):
 
 def test_every_part_of_a_run_is_on_its_page_which_loads_nothing_from_elsewhere(tmp_path):
     run = report_runs.write_run(tmp_path / "run")
-    page = Page(write_report([run]))
+    page = Page(write_report(run))
     for text in (
         *("Loss", "Learning rate", "Gradient norm before clipping", "Targets per second"),
-        *("Loss by source", "own/metric", "load of each expert", "Who attends to whom"),
-        *("8 micro-batches, simulated: bubble 5.9%", "started again", "phase", "bad step"),
+        *("Loss by source", "own/metric", "Load of each expert", "idle: 1/4"),
+        *("started again", "phase", "bad step", "eval/held_out/loss 2.5250 at last"),
         *("failed; step 40 of 60, OSError: <oh>", "124.5 M", "8 x cuda", "1:00:00"),
-        *("Bad steps: 1", "step_00000040", "def <b>f</b>(): \ufffd[31m", "interleaved_1f1b"),
+        *("Bad steps", "step_00000040", "def <b>f</b>(): \ufffd[31m", "interleaved_1f1b"),
     ):
         assert text in page.text, text
+    assert page.source.count("<svg") == 2, "curves in one grid, and the loads"
     assert "default-src 'none'" in page.source
     assert not [tag for tag, _ in page.tags if tag in ("script", "link", "iframe")]
     for _, attributes in page.tags:
@@ -78,20 +78,24 @@ def test_the_headline_says_what_a_run_took(tmp_path):
     took = {"train/targets": 100, "perf/step_seconds": 0.5, "perf/data_wait_seconds": 0.125}
     rows = [row | took | {"perf/mfu": 0.25} for row in rows_of(40)]
     lines(tmp_path / "metrics.jsonl", rows)
-    assert "4,000 1,000 25.0% 0:00:20, 25.0% waiting for data" in page_of(tmp_path).text
+    rows = {row[0]: row[1] for row in page_of(tmp_path).rows if len(row) == 2}
+    assert rows["targets seen"] == "4,000"
+    assert rows["targets per second"] == "1,000"
+    assert rows["MFU"] == "25.0%"
+    assert rows["time in steps"] == "0:00:20, 25.0% waiting for data"
+    assert rows["train/loss"] == "2.1250 at last"
 
 
-def test_numbers_that_no_axis_can_hold_are_named_and_left_out_and_spikes_stay(tmp_path):
+def test_numbers_that_no_axis_can_hold_are_left_out_and_spikes_stay(tmp_path):
     """An integer of 400 digits, a float whose axis would overflow, one far above all others."""
     rows = few(20_000)
     rows[4]["train/loss"], rows[6]["train/loss"], rows[8]["own"] = 1e308, None, 10**400
     rows[9_999]["train/loss"] = 1e6
     lines(tmp_path / "metrics.jsonl", rows)
     page = page_of(tmp_path, charts=True)
-    assert ["own", "-", "-", "1 of 1 rows, step 9 first"] in page.rows
-    assert ["2 of 20000 rows, step 5 first"] in [row[3:] for row in page.rows]
     assert len(page.source) < 2e5
-    assert "1 rows above, the largest 1 M" in page.text
+    assert "1 0 5 1 0 6 nats per target" in page.text, "a logarithmic axis up to the spike"
+    assert "308" not in page.text
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "samples/a.txt"])
@@ -110,19 +114,6 @@ def test_a_run_that_nobody_holds_is_killed_and_one_that_is_held_runs(tmp_path):
     with (tmp_path / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert "running; step 3" in page_of(tmp_path).text
-
-
-def test_runs_with_other_keys_are_drawn_over_each_other(tmp_path):
-    runs = tmp_path / "a/run", tmp_path / "b/run"
-    for run, dim in zip(runs, (8, 16), strict=True):
-        lines(run / "metrics.jsonl", few(3, scale=dim))
-        (run / "config.json").write_text(json.dumps({"model": {"dim": dim}, "seed": 1}))
-    page = page_of(*runs, out=tmp_path / "both.html", charts=True)
-    assert "/a/run | " in page.text
-    assert page.source.count("<svg") == 1
-    assert ["model.dim", "8", "16"] in page.rows
-    folded = page.source.index("1 keys of the configuration")
-    assert page.source.index("<td>model.dim") < folded < page.source.index("<td>seed")
 
 
 def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path):
@@ -145,7 +136,7 @@ def test_without_matplotlib_the_page_has_its_tables(tmp_path, monkeypatch):
     page = page_of(run)
     assert 'matplotlib is missing. pip install "forgekit[plot]"' in page.text
     assert "<svg" not in page.source
-    assert "Bad steps: 1" in page.text
+    assert "Bad steps" in page.text
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     for draw in (plot_losses, plot_expert_loads):
         with pytest.raises(ImportError, match=r'pip install "forgekit\[plot\]"'):

@@ -41,10 +41,10 @@ def add_runs(commands: Any) -> None:
     option("--tokenizer", metavar="PATH", type=file_path, help="a tokenizer.json (the run's)")
     option("--check", action="store_true", help="compare logits with those of transformers")
     export.set_defaults(command=_export)
-    report = commands.add_parser("report", help="show runs as one HTML page that opens anywhere")
-    runs = "run directories or their URLs, or metrics.jsonl files; several are drawn together"
-    report.add_argument("runs", metavar="RUN", nargs="+", type=location, help=runs)
-    page = "the page (report.html in the run directory; of several runs or a URL in this one)"
+    report = commands.add_parser("report", help="show a run as one HTML page that opens anywhere")
+    run = "a run directory or its URL, or a metrics.jsonl file"
+    report.add_argument("run", metavar="RUN", type=location, help=run)
+    page = "the page (report.html in the run directory; of a URL in this one)"
     report.add_argument("--out", metavar="PAGE", type=file_path, help=page)
     report.set_defaults(command=_report)
     doctor = commands.add_parser(
@@ -89,11 +89,11 @@ def _report(options: argparse.Namespace) -> int:
     from forgekit.run.mirror import local_copy
 
     out = options.out
-    if out is None and any(map(is_url, options.runs)):
+    if out is None and is_url(options.run):
         out = Path("report.html")
     try:
-        with ExitStack() as stack:
-            page = write_report([stack.enter_context(local_copy(run)) for run in options.runs], out)
+        with local_copy(options.run) as run:
+            page = write_report(run, out)
     except (ValueError, UrlError) as error:
         raise UsageError(str(error)) from None
     except OSError as error:

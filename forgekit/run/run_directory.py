@@ -35,6 +35,7 @@ from forgekit.metrics.trackers import Tracker, make_trackers
 from forgekit.parallel.layout import world_of
 from forgekit.ranks import CheckpointError
 from forgekit.remote.urls import Location, Url, entries_below, fs_of, location_of
+from forgekit.report import write_report
 from forgekit.run.bad_steps import roll_back
 from forgekit.run.elastic import (
     PAUSE_S,
@@ -297,6 +298,17 @@ class Run:
             self._say(f"the data ended {after} of {self._total}")
         return not stopped
 
+    def _write_page(self) -> None:
+        """Write ``report.html`` of a finished run, unless the recipe has drawn it since its end."""
+        page, status = self.out / "report.html", self.out / "status.json"
+        if not self.is_writer or not self._has_ended or self._is_stopped:
+            return
+        try:
+            if not page.exists() or page.stat().st_mtime < status.stat().st_mtime:
+                write_report(self.out)
+        except Exception as error:  # a drawing library and a disk fail in their own ways
+            tell(f"no report: {error}")
+
     def _say(self, text: str) -> None:
         if self._log is not None:
             self._log.message(f"{self.url or self.out}: {text}")
@@ -405,6 +417,7 @@ def open_run(
         except (OSError, ValueError, ImportError) as error:
             _exit(error, code=2, is_writer=is_writer)
         run = Run(folder, config, is_writer, made, url, attempt, mirror)
+        stack.callback(run._write_page)  # the last thing, when no rank waits any more
         stack.enter_context(_closing(run))
         stack.enter_context(_stopping(run))
         yield run
