@@ -34,6 +34,7 @@ class Agents:
         most: The most agents at a time.
         patience_s: After so long without a sign of life an agent is taken for dead.
         least: Without so many none starts its rank.
+        restarts: How often an agent starts its rank again.
         faults: What goes wrong in its ranks; see ``chaos.faults``.
         variables: Of the environment of torchrun.
         jobs: The agents, those that are gone too.
@@ -43,6 +44,7 @@ class Agents:
     settings: Mapping[str, Any]
     most: int
     least: int = 1
+    restarts: int = 100
     patience_s: int = 15
     faults: Mapping[str, Any] = attrs.field(factory=dict)
     variables: Mapping[str, str] = attrs.field(factory=lambda: VARIABLES)
@@ -55,7 +57,7 @@ class Agents:
         """Start one more."""
         torchrun = [
             *("-m", "torch.distributed.run", f"--nnodes={self.least}:{self.most}"),
-            *("--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d"),
+            *("--nproc-per-node=1", f"--max-restarts={self.restarts}", "--rdzv-backend=c10d"),
             *("--rdzv-id=elastic", f"--rdzv-endpoint=localhost:{self.store.port}"),
             *("--rdzv-conf", f"{QUICK}{self.patience_s}", *FORK, str(RANK), "pretrain"),
         ]

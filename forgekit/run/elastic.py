@@ -1,10 +1,8 @@
 """Attempts of a run whose launcher starts it again: ``torchrun --nnodes=1:8 --max-restarts=N``.
 
 torchrun's agents, one per machine, start all workers anew when one has failed, when an agent is
-lost and when one comes. Which of these it was, an agent cannot tell: it counts failures and knows
-no reasons. So the ranks of an attempt meet before anything else and bring the agents that started
-them. Where the agents are those of two attempts that failed after the same step, or of three that
-went on from the same one, no machine was lost: the program is at fault, and the run ends.
+lost and when one comes; ``--max-restarts`` bounds how often. So the ranks of an attempt meet before
+anything else, and bring the agents that started them: an earlier attempt may still hold the run.
 """
 
 from __future__ import annotations
@@ -12,9 +10,8 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from forgekit.files import read_regular
 from forgekit.remote.urls import Location, Url, content_of, fs_of, retried
 from forgekit.run.mirror import Mirror, held_run
 from forgekit.run.rendezvous import HangError, RankStore
-from forgekit.run.status import RunLockedError, append_history, write_status
+from forgekit.run.status import RunLockedError
 
 LATE_S = 120.0
 """From the first rank of an attempt to the last; their agents have met just before."""
@@ -42,10 +39,6 @@ WANTED = "another attempt"
 """Why workers stop whose agent was taken for dead: the others have gone on without it."""
 LEAVING = ("SIG", "launcher is gone", "another rank", WANTED)
 """How the reasons begin for which a rank leaves while the others go on."""
-
-
-class RepeatedFailureError(RuntimeError):
-    """A run fails again and again at the same point, though no machine was lost."""
 
 
 @attrs.frozen
@@ -88,8 +81,6 @@ def hold_run(
     Raises:
         RunLockedError: If another process holds the directory; where workers are restarted on all
             ranks, and only after workers of an earlier attempt have had two minutes to end.
-        RepeatedFailureError: On all ranks, if the attempts before failed alike, and their agents
-            are those of this one.
         HangError: If a rank does not come.
         ValueError: If the workers of a later attempt would meet in the store of an earlier one.
     """
@@ -110,8 +101,7 @@ def hold_run(
                 mirror = stack.enter_context(held)
                 _ask_for(out, "")
                 events = _history(folder)
-                check_progress(out, folder, events, agents)
-        except (RunLockedError, RepeatedFailureError, OSError) as error:
+        except (RunLockedError, OSError) as error:
             problem = error
         starts = [event.get("agents", ()) for event in events if event.get("event") == "started"]
         found = [problem and str(problem), any({*agents} & {*before} for before in starts)]
@@ -119,7 +109,7 @@ def hold_run(
         if said:
             with suppress(Exception):  # until all have read it: the store ends with rank 0
                 ranks.gather("read", "the run directory", None, REASONS_S)
-            raise problem or RepeatedFailureError(said)
+            raise problem or RunLockedError(said)
         yield Attempt({"agents": agents}, has_run, ranks.store), mirror
 
 
@@ -200,37 +190,6 @@ def _agent() -> str:
     pid = os.getppid()
     _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     return f"{socket.gethostname()}/{pid}@{fields.split()[19]}"
-
-
-def check_progress(
-    out: Location, folder: Path, events: Sequence[Mapping[str, Any]], agents: Sequence[str]
-) -> None:
-    """Refuse one more attempt on agents whose last ones ended at the same point.
-
-    An attempt that was killed leaves its start alone, and failures may wander from step to step:
-    so three starts from one step are as bad as two failures after one.
-    """
-    past = reversed([event for event in events if event.get("event") != "rolled_back"])
-    ends = ("started", "failed")
-    alike = [*takewhile(lambda one: one.get("event") in ends and one.get("agents") == agents, past)]
-    failures = [event for event in alike if event["event"] == "failed"][:2]
-    starts = [event.get("step") for event in alike if event["event"] == "started"][:3]
-    if len(failures) == 2 and failures[0].get("step") == failures[1].get("step"):
-        last = failures[0]
-        how = f"twice after step {last['step']}" if "step" in last else "twice in set-up"
-    elif len(starts) == 3 and len({*starts}) == 1:
-        last, how = alike[0], f"three times on the way from step {starts[0]} to a checkpoint"
-    else:
-        return
-    at = {name: last[name] for name in ("step", "samples") if name in last}
-    reason = last.get("reason", "the last time it was killed")
-    problem = (
-        f"failed {how}, and no agent was lost or came in between, so torchrun shall not start it "
-        f"again: {reason}"
-    )
-    for write, status in ((write_status, "failed"), (append_history, "failed")):
-        write(folder, status, **at, reason=problem, agents=agents)
-    raise RepeatedFailureError(f"{out} {problem}")
 
 
 def _history(out: Path) -> list[Mapping[str, Any]]:

@@ -41,7 +41,6 @@ from forgekit.run.elastic import (
     PAUSE_S,
     WANTED,
     Attempt,
-    RepeatedFailureError,
     check_connections,
     hold_run,
     is_left,
@@ -412,7 +411,7 @@ def open_run(
             )
             held = hold_run(folder, url, is_writer=is_writer)
             attempt, mirror = stack.enter_context(held)
-        except (RunLockedError, RepeatedFailureError) as error:
+        except RunLockedError as error:
             _exit(error, code=1, is_writer=is_writer)
         except (OSError, ValueError, ImportError) as error:
             _exit(error, code=2, is_writer=is_writer)

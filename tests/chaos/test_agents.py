@@ -158,48 +158,6 @@ def test_a_signal_means_one_machine_and_a_budget_the_run(reasons, expected):
     assert run_again(_is_left, 2, reasons) == [expected] * 2
 
 
-AGENTS = ["a/1", "b/2"]
-IN_SET_UP = {"event": "failed", "reason": "oh", "agents": AGENTS}
-FAILED = {**IN_SET_UP, "step": 7, "samples": 42}
-LATER = FAILED | {"step": 8}
-STARTED = {"event": "started", "step": 5, "samples": 30, "agents": AGENTS}
-AT_FIRST = STARTED | {"step": 0}
-ROLLED_BACK = {"event": "rolled_back", "step": 5}
-WITH_ANOTHER = {"agents": ["a/1", "b/2", "c/3"]}
-TWICE = "failed twice after step 7, and no agent was lost or came in between, .*: "
-THREE = "failed three times on the way from step 5 to a checkpoint, .*: "
-REPEATED = {
-    "nothing": ([], ""),
-    "once": ([STARTED, FAILED], ""),
-    "after other steps": ([STARTED, FAILED, STARTED, LATER], ""),
-    "after one step": ([AT_FIRST, FAILED, STARTED, FAILED], f"{TWICE}oh"),
-    "each time rolled back": ([STARTED, FAILED, STARTED, ROLLED_BACK, FAILED], TWICE),
-    "in set-up": ([IN_SET_UP, IN_SET_UP], "failed twice in set-up, .*: oh"),
-    "with one machine more": ([STARTED, FAILED | WITH_ANOTHER, STARTED, FAILED], ""),
-    "with a new machine": ([STARTED, FAILED | {"agents": ["a/1", "b/3"]}, STARTED, FAILED], ""),
-    "before a stop": ([FAILED, FAILED, {"event": "stopped", "step": 9}], ""),
-    "in an earlier job": ([event | {"agents": ["a/0"]} for event in [STARTED, FAILED] * 3], ""),
-    "in turn": ([STARTED, FAILED, STARTED, LATER, STARTED, FAILED], f"{THREE}oh"),
-    "in turn, with progress": ([AT_FIRST, FAILED, STARTED, LATER, STARTED, FAILED], ""),
-    "killed": ([STARTED] * 3, f"{THREE}the last time it was kill"),
-    "killed, with one machine more": ([STARTED, STARTED | WITH_ANOTHER, STARTED, STARTED], ""),
-    "killed twice": ([STARTED] * 2, ""),
-}
-
-
-@pytest.mark.parametrize(("events", "problem"), REPEATED.values(), ids=REPEATED)
-def test_what_fails_alike_on_the_same_machines_is_not_started_again(tmp_path, events, problem):
-    if not problem:
-        elastic.check_progress(tmp_path, tmp_path, events, AGENTS)
-        assert not any(tmp_path.iterdir())
-        return
-    with pytest.raises(elastic.RepeatedFailureError, match=f"{tmp_path} {problem}"):
-        elastic.check_progress(tmp_path, tmp_path, events, AGENTS)
-    assert status_of(tmp_path)["status"] == "failed"
-    assert status_of(tmp_path).get("step") == events[-1].get("step")
-    assert re.search(pattern_of_the_loop(), (tmp_path / "status.json").read_text())
-
-
 def page():
     """The text on machines that come and go."""
     text = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
@@ -208,7 +166,7 @@ def page():
 
 def pattern_of_the_loop():
     """What ends the loop in which the page starts an agent."""
-    found = re.search(r"grep -qE '(.*)'", page())
+    found = re.search(r"grep -q '(.*)'", page())
     assert found
     return found[1]
 
@@ -261,31 +219,22 @@ def test_the_commands_of_the_page_keep_a_run_going(tmp_path):
         run.close()
 
 
-IN_TURN = {"raise_after": [8, 7]}
-KILLED = THREE.replace("step 5", "step 0")
 FAILING = {
-    "after one step": ({"raise_after": 8}, [(2, 0), (2, 5)], f"{TWICE}RuntimeError: this batch"),
-    "after two steps in turn": (IN_TURN, [(2, 0), *[(2, 5)] * 3], f"{THREE}RuntimeError: this"),
-    "by a signal": ({"die_alone_after": 4}, [(2, 0)] * 3, f"{KILLED}the last time it was kill"),
-    "in the set-up of one rank": (
-        {"raise_in_set_up": 1},
-        [],
-        "failed twice in set-up, .*: RuntimeError: this machine has no tokenizer",
-    ),
+    "after each step": ({"raise_after": 8}, [(2, 0), (2, 5), (2, 5)], "RuntimeError: this batch"),
+    "in the set-up of one rank": ({"raise_in_set_up": 1}, [], "RuntimeError: this machine has no"),
 }
 
 
 @pytest.mark.parametrize("how", in_short(FAILING, "in the set-up of one rank"))
-def test_what_cannot_go_on_ends_the_job(agents, how):
+def test_a_job_that_cannot_go_on_ends_with_its_restarts(agents, how):
     fault, starts, problem = FAILING[how]
     run = agents(2, fault)
-    run.least = 2
+    run.least, run.restarts = 2, 2
     both = [run.start(), run.start()]
     assert all(job.end() != 0 for job in both)
     assert run.starts() == starts
     assert status_of(run.out)["status"] == "failed"
-    assert re.match(problem, reason := status_of(run.out)["reason"])
-    assert f"error: {run.out} {reason}" in both[0].output + both[1].output
+    assert re.match(problem, status_of(run.out)["reason"])
 
 
 @pytest.mark.chaos
