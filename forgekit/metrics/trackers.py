@@ -16,8 +16,8 @@ import os
 import queue
 import secrets
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from traceback import format_exception_only
 from typing import Any, Protocol
@@ -30,11 +30,10 @@ from forgekit.metrics.records import finite
 ROOM = 1000
 """Calls that wait for a slow tracker; more are left out."""
 
-PATIENCE_S = 10.0
-"""After so long in one call a tracker is said to hang."""
-
 CLOSING_S = 10.0
 """How long the end of a run waits for a tracker."""
+
+BEHIND = "does not keep up, or hangs"
 
 
 class Tracker(Protocol):
@@ -191,7 +190,6 @@ class GuardedTracker:
         self._tracker, self._say = tracker, say
         self._name = getattr(tracker, "__name__", type(tracker).__name__)
         self._calls: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue(ROOM)
-        self._since: float | None = None  # when the call that is running began
         self._has_spoken = self._is_broken = False
         self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         self._thread.start()
@@ -213,38 +211,30 @@ class GuardedTracker:
     def close(self) -> None:
         """Wait for what is left, but not for ever."""
         self._put("close")
-        try:
+        with suppress(queue.Full):
             self._calls.put_nowait(None)
-        except queue.Full:
-            self._complain("hangs")
         self._thread.join(0.0 if self._is_broken else CLOSING_S)
         if self._thread.is_alive():
-            self._complain(f"has not ended in {CLOSING_S:g} s")
+            self._complain(BEHIND)
 
     def _put(self, method: str, *args: Any) -> None:
         if self._is_broken:
             return
-        since = self._since
-        if since is not None and time.monotonic() - since > PATIENCE_S:
-            self._complain(f"hangs for {time.monotonic() - since:.0f} s")
         try:
             self._calls.put_nowait((method, args))
         except queue.Full:
-            self._complain(f"is {ROOM} calls behind")
+            self._complain(BEHIND)
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
             method, args = call
-            if self._is_broken:
-                continue
-            self._since = time.monotonic()
             try:
-                if method == "__call__" or hasattr(self._tracker, method):
+                if not self._is_broken and (method == "__call__" or hasattr(self._tracker, method)):
                     getattr(self._tracker, method)(*args)
             except BaseException as error:  # trackers fail in their own ways, SystemExit among them
                 self._complain(f"failed: {format_exception_only(error)[-1].strip()}")
                 self._is_broken = True
-            self._since = None
+            self._calls.task_done()
 
     def _complain(self, how: str) -> None:
         """Say it once; ``metrics.jsonl`` has all rows."""

@@ -16,15 +16,13 @@ from forgekit.plan.plan import GIB, Plan, named
 
 LONG = 16_384
 """Positions of a row from which a sweep tries context parallelism."""
-BEHIND = 2
-"""Sizes in a row that bring nothing faster, after which a sweep ends."""
 Changes = Mapping[str, Any]
 """Settings beside the layout, by their key."""
 
 
 @attrs.frozen
 class LeftOut:
-    """A layout of a sweep that does not run, or need not be planned.
+    """A layout of a sweep that does not run.
 
     Attributes:
         layout: Its sizes.
@@ -43,11 +41,6 @@ def sweep(
 ) -> tuple[list[Plan], list[LeftOut]]:
     """Plan layouts and rank them: those that fit first, by the time of a target.
 
-    What is larger in pp * tp * cp communicates more: ``BEHIND`` sizes in a row that bring nothing
-    faster than a smaller one that fits end the sweep. Of layouts that differ in how parameters are
-    sharded alone, the one with the most shards comes first: if it does not fit, the others do not
-    either; if nothing waits for its sharding, the others have nothing to save.
-
     Args:
         specs: As from ``layouts``.
         changes: As from ``lighter_settings``; of each layout the first that fits counts.
@@ -55,35 +48,19 @@ def sweep(
         tell: Called with a line for each layout that is planned or invalid.
 
     Returns:
-        The plans, the best first, and what was left out: each of ``specs`` is in one of them.
+        The plans, the best first, and what is invalid: each of ``specs`` is in one of them.
     """
     plans: list[Plan] = []
     left_out: list[LeftOut] = []
-    reasons: dict[MeshSpec, str] = {}
-    best: list[tuple[bool, float]] = []
-    for size, group in itertools.groupby(specs, _model_ranks):
-        is_behind = len(best) > BEHIND and not best[-1][0] and best[-1] == best[-1 - BEHIND]
-        for spec in group:
-            unsharded = attrs.evolve(spec, dp_replicate=1, dp_shard=1)
-            reason = reasons.get(unsharded)
-            if is_behind:
-                reason = f"not planned: pp * tp * cp of {size}, {BEHIND} sizes were no faster"
-            if reason is not None:
-                left_out.append(LeftOut(attrs.asdict(spec), reason))
-                continue
-            try:
-                one = _first_that_fits(spec, changes, plan)
-            except Exception as error:
-                left_out.append(LeftOut(attrs.asdict(spec), f"{type(error).__name__}: {error}"))
-                tell(f"{named(attrs.asdict(spec))}: {left_out[-1].refused}")
-                continue
-            plans.append(one)
-            tell(f"{one}: {one.step_seconds:.3f} s{'' if one.fits else ', does not fit'}")
-            if not (one.fits and one.exposed_seconds):
-                verb = "wait for them" if one.fits else "fit"
-                layout = named(attrs.asdict(spec))
-                reasons[unsharded] = f"not planned: {layout}, with more shards, does not {verb}"
-        best.append(min(map(order_of, plans), default=(True, 0.0)))
+    for spec in specs:
+        try:
+            one = _first_that_fits(spec, changes, plan)
+        except Exception as error:
+            left_out.append(LeftOut(attrs.asdict(spec), f"{type(error).__name__}: {error}"))
+            tell(f"{named(attrs.asdict(spec))}: {left_out[-1].refused}")
+            continue
+        plans.append(one)
+        tell(f"{one}: {one.step_seconds:.3f} s{'' if one.fits else ', does not fit'}")
     return sorted(plans, key=order_of), left_out
 
 

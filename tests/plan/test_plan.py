@@ -52,8 +52,8 @@ from forgekit.plan.estimate import (
 )
 from forgekit.plan.plan import Job, Plan, plan_ranks, plan_step, summed
 from forgekit.plan.stand_ins import PlanError, pretending
-from forgekit.plan.sweep import BEHIND, LeftOut, layouts, lighter_settings, show_sweep, sweep
 from forgekit.plan.sweep import LONG as LONG_ROWS
+from forgekit.plan.sweep import LeftOut, layouts, lighter_settings, show_sweep, sweep
 from forgekit.plan.watch import CATEGORIES, Call, StepWatch, Work, dimension_of
 from forgekit.steps.cross_entropy import LOGITS, LOGITS_ON_CPU
 
@@ -573,30 +573,20 @@ def test_a_sweep_orders_what_fits_by_the_time_of_a_target():
         speed(9.0, memory_limit=1.5), speed(2.0), speed(3.0, step_seconds=5.0), speed(2.5), speed(1)
     )
     speeds = [one.tokens_per_second_per_device for one in found]
-    assert [one.fits for one in found] == [True] * (len(found) - 1) + [False]
-    assert speeds == [*sorted(speeds[:-1], reverse=True), 9.0]
-    assert left_out == {"not planned: dp_shard=16, with more shards, does not fit": 2}
+    assert [one.fits for one in found] == [True] * (len(found) - 3) + [False] * 3
+    assert speeds == [*sorted(speeds[:-3], reverse=True), *[9.0] * 3]
+    assert left_out == {}
     assert {size for size, _ in seen} == {1, 2, 4, 8, 16}
 
 
-def test_a_sweep_ends_after_two_sizes_that_are_no_faster():
-    _, left_out, seen = swept({}, speed(0.9), ValueError("no"), {})
-    assert {size for size, _ in seen} == {1, 2, 4}
-    assert left_out.keys() == {
-        "ValueError: no",
-        *(f"not planned: pp * tp * cp of {n}, {BEHIND} sizes were no faster" for n in (8, 16)),
-    }
-    full = {"memory_limit": 0.0}
-    for of_sizes in ([{}, {}, speed(2.0), {}, speed(2.0)], [full, full, full, full, {}]):
-        assert {size for size, _ in swept(*of_sizes)[2]} == {1, 2, 4, 8, 16}
-
-
-def test_a_sweep_plans_fewer_shards_only_where_shards_are_waited_for():
-    hidden, exposed = {"exposed_seconds": 0.0}, {"exposed_seconds": 0.1}
-    _, left_out, seen = swept(hidden, exposed, ValueError("no"))
-    shards = {size: [n for at, n in seen if at == size] for size in (1, 2)}
-    assert shards == {1: [16], 2: [8, 4, 1, 8, 1]}
-    assert left_out["not planned: dp_shard=16, with more shards, does not wait for them"] == 2
+def test_a_sweep_plans_each_layout_by_itself():
+    """Whatever those before it were: too large, not faster, or invalid."""
+    full = {"memory_limit": 0.0, "exposed_seconds": 0.0}
+    found, left_out, seen = swept(full, {}, ValueError("no"), {}, full)
+    planned = Counter(size for size, _ in seen)
+    assert {**planned} == {1: 3, 2: 5, 4: 7, 8: 8, 16: 3}
+    assert left_out == {"ValueError: no": planned[4]}
+    assert len(found) == len(seen) - planned[4]
 
 
 def test_a_sweep_lightens_settings_until_a_layout_fits():
@@ -673,10 +663,8 @@ def test_a_sweep_ranks_layouts(capsys):
         tuple(n for n, v in one["layout"].items() if v > 1): one for one in json.loads(said.out)
     }
     assert set(by_layout) == {("dp_shard",), ("dp_replicate",), ("pp",), ("tp",)}
-    invalid, left_out = by_layout.pop(("tp",)), by_layout.pop(("dp_replicate",))
+    invalid = by_layout.pop(("tp",))
     assert "is 1, which tp 2 must divide" in invalid["refused"]
-    reason = "not planned: dp_shard=2, with more shards, does not wait"
-    assert left_out["refused"].startswith(reason)
     found = list(by_layout.values())
     assert [p["step_seconds"] for p in found] == sorted(p["step_seconds"] for p in found)
 
@@ -706,7 +694,7 @@ def test_a_setup_that_gives_no_step_says_so(capsys, tmp_path):
 
 @pytest.mark.oracle
 @pytest.mark.timeout(900)
-def test_a_sweep_of_a_billion_on_64_ranks_takes_two_minutes(capsys):
+def test_a_sweep_of_a_billion_on_64_ranks_takes_five_minutes(capsys):
     """Of CPU."""
     sizes = "vocab_size=128256 dim=2048 layers=16 heads=32 kv_heads=8 ffn_dim=8192"
     words = [f"model.{size}" for size in f"{sizes} max_seq_len=8192 tied=false".split()]
@@ -714,7 +702,7 @@ def test_a_sweep_of_a_billion_on_64_ranks_takes_two_minutes(capsys):
     words += [*run.split(), "precision=bf16", "--world=64", "--sweep", "--json"]
     began = time.process_time()
     code, said = plan(capsys, "pretrain", *words)
-    assert time.process_time() - began <= 120
+    assert time.process_time() - began <= 300
     assert code == 0, said.err
     planned = [one for one in json.loads(said.out) if "refused" not in one]
     assert {one["parameters"] for one in planned} == {1_498_482_688}
