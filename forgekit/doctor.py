@@ -1,13 +1,9 @@
-"""What this machine, a folder and the ranks of a job can do, before a run needs it."""
+"""What a folder and the ranks of a job can do, before a run needs it."""
 
 from __future__ import annotations
 
 import fcntl
-import importlib.metadata
-import operator
 import os
-import platform
-import re
 import shutil
 import tempfile
 import uuid
@@ -15,24 +11,19 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from os.path import lexists
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.torch_version import TorchVersion
 
 from forgekit.checks import parse_json
-from forgekit.devices import devices_here
 from forgekit.environment import identity
 from forgekit.files import read_regular, sync
 from forgekit.mesh import build_mesh, shutdown
 from forgekit.run.status import is_running
 from forgekit.verification.local_ranks import LocalRankError, run_local_ranks
 
-GIB = 2**30
 TIMEOUT_S = 60.0
-BOUNDS = MappingProxyType({">=": operator.ge, "<": operator.lt})
 
 
 class Check(NamedTuple):
@@ -55,7 +46,6 @@ def sections(out: Path) -> Iterator[tuple[str, Iterable[Check]]]:
     """
     rank, world, _ = identity(os.environ)
     if rank == 0:
-        yield "installed", check_installed()
         yield f"folder {out.absolute()}", check_folder(out)
     if world == 1:
         yield "two ranks, started for this check", check_two_ranks(out)
@@ -66,17 +56,6 @@ def sections(out: Path) -> Iterator[tuple[str, Iterable[Check]]]:
         shutdown()
     if rank == 0:
         yield f"{world} ranks", checks
-
-
-def check_installed() -> Iterator[Check]:
-    """Look at the versions of packages, and at devices."""
-    yield Check("python", "ok", f"{platform.python_version()}, {platform.platform()}")
-    for line in importlib.metadata.requires("forgekit") or ():
-        package = re.match(r"([\w.\-]+)([^;\s]*)", line)
-        if package is not None and "extra ==" not in line:
-            name, bounds = package.groups()
-            yield _tried(name, lambda n=name, b=bounds: _version(n, b), f'pip install "{line}"')
-    yield from _devices()
 
 
 def check_folder(directory: Path) -> Iterator[Check]:
@@ -151,36 +130,6 @@ def _tried(
     except Exception as error:  # a driver, a network and a file system fail in their own ways
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         return Check(name, otherwise, f"{reason}. {remedy}")
-
-
-def _version(name: str, bounds: str) -> str:
-    """The installed version of a package, which has to be in a range such as ``>=2.11,<3``."""
-    version = importlib.metadata.version(name)
-    limits = re.findall(r"(>=|<)([\d.]+)", bounds)
-    if not all(BOUNDS[sign](TorchVersion(version), bound) for sign, bound in limits):
-        raise ValueError(f"{name} {version} is installed and {bounds} is needed")
-    return version
-
-
-def _devices() -> Iterator[Check]:
-    kind = devices_here(bindable=True)[0]
-    if kind == "cpu":
-        remedy = "where there is one, install torch's build for it (pytorch.org), and its driver."
-        yield Check("accelerator", "note", f"torch {torch.__version__} finds none; {remedy}")
-        return
-    remedy = "Look at its driver (nvidia-smi); a process that hangs on it may have to be ended."
-    for index in range(torch.get_device_module(kind).device_count()):
-        yield _tried(f"{kind}:{index}", lambda i=index: _device(kind, i), remedy)
-
-
-def _device(kind: str, index: int) -> str:
-    """Name and memory of a device, after it has multiplied two matrices."""
-    square = torch.full((64, 64), 2.0, device=torch.device(kind, index))
-    if (square @ square).sum().item() != 4.0 * 64**3:
-        raise RuntimeError("a product of matrices is wrong")
-    module = torch.get_device_module(kind)
-    free, total = (number / GIB for number in module.mem_get_info(index))
-    return f"{module.get_device_name(index)}, {free:.1f} of {total:.1f} GiB free"
 
 
 def _rename(folder: Path) -> str:

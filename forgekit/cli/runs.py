@@ -47,9 +47,7 @@ def add_runs(commands: Any) -> None:
     page = "the page (report.html in the run directory; of a URL in this one)"
     report.add_argument("--out", metavar="PAGE", type=file_path, help=page)
     report.set_defaults(command=_report)
-    doctor = commands.add_parser(
-        "doctor", help="check versions, devices, a run directory, and the ranks of a job"
-    )
+    doctor = commands.add_parser("doctor", help="check a run directory, and the ranks of a job")
     where = "a run directory, or where it is to be (this folder)"
     doctor.add_argument("out", metavar="OUT", nargs="?", type=file_path, default=".", help=where)
     doctor.set_defaults(command=_doctor)
