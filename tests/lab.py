@@ -7,6 +7,7 @@ cross-entropy, and clipping and updates are torch's too.
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import signal
@@ -177,6 +178,11 @@ def lay_out(
     mesh = fk.build_mesh(fk.MeshSpec(**sizes or {}), device="cpu")
     model = fk.parallelize(model, mesh, **options)
     return fk.TrainState.create(model, build(model), mesh=mesh)
+
+
+def count_tensors() -> int:
+    """How many tensors Python holds."""
+    return sum(issubclass(type(one), Tensor) for one in gc.get_objects())
 
 
 def alone(

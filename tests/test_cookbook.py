@@ -36,6 +36,7 @@ CLAIMS = {
     "histograms": lambda n, none, _, m, zeros, small: n == m == 5712 and none < zeros < small < m,
     "images": lambda count, accuracy: count == 64 and accuracy > 0.9,
     "layer_norms": lambda *n: n[-2] == n[-1] > max(n[:-2]),
+    "memory_table": lambda *n: n[-2] >= n[-1] == 5712 * 4,
     "multiple_choice": lambda *n: max(n[:2]) < 0.5 and min(n[2:]) > 0.9,
     "noise_scale": lambda s, _, g, __, scale, known: (
         abs(s - 9) < 1 and abs(g - 4) < 0.5 and abs(scale - known) < 0.35

@@ -6,7 +6,7 @@ from forgekit.run.bad_steps import BadStepError, roll_back
 from forgekit.run.status import RunLockedError, is_running, lock_run, write_status
 from forgekit.run.data_end import DataEnd
 from forgekit.run.rendezvous import HangError, barrier
-from forgekit.run.memory import live_tensors, periodic_collection, report_out_of_memory
+from forgekit.run.memory import periodic_collection, report_out_of_memory
 from forgekit.metrics.records import read_bad_steps, read_metrics
 from forgekit.metrics.trackers import Tracker, make_trackers
 from forgekit.evaluation.generate import write_sample
@@ -31,7 +31,6 @@ __all__ = [
     "DataEnd",
     "HangError",
     "barrier",
-    "live_tensors",
     "periodic_collection",
     "report_out_of_memory",
     "read_metrics",

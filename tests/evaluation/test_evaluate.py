@@ -15,6 +15,7 @@ from lab import (
     SPEC,
     alone,
     build_state,
+    count_tensors,
     full_tensors,
     global_batch,
     head_loss,
@@ -28,7 +29,6 @@ from saved import assert_same
 from tensordict import TensorDict
 
 import forgekit as fk
-from forgekit.run.memory import live_tensors
 
 
 def held_out():
@@ -75,7 +75,7 @@ def test_numbers_of_many_micro_batches_are_not_kept():
     def counting():
         for number, row in enumerate(rows):
             if number in (100, 420):
-                counts.append(sum(kind.count for kind in live_tensors()))
+                counts.append(count_tensors())
             yield row
 
     def loss_fn(model, batch):
