@@ -10,7 +10,7 @@ from forgekit.run.memory import periodic_collection, report_out_of_memory
 from forgekit.metrics.records import read_bad_steps, read_metrics
 from forgekit.metrics.trackers import Tracker, make_trackers
 from forgekit.evaluation.generate import write_sample
-from forgekit.metrics.hooks import every_steps, expert_loads, gradient_noise, layer_norms
+from forgekit.metrics.hooks import every_steps, expert_loads, layer_norms
 from forgekit.metrics.profile import Profile
 from forgekit.report import plot_expert_loads, plot_losses
 from forgekit.lora.adapters import relora
@@ -40,7 +40,6 @@ __all__ = [
     "expert_loads",
     "plot_expert_loads",
     "every_steps",
-    "gradient_noise",
     "layer_norms",
     "Profile",
     "plot_losses",
