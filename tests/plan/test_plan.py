@@ -9,7 +9,6 @@ import json
 import os
 import re
 import sys
-import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -690,19 +689,3 @@ def test_a_setup_that_gives_no_step_says_so(capsys, tmp_path):
     code, said = plan(capsys, tmp_path / "recipe.py", "--world", 2)
     assert code == 2
     assert "a tuple without state, step, loader, loss_fn; a step takes" in said.err
-
-
-@pytest.mark.oracle
-@pytest.mark.timeout(900)
-def test_a_sweep_of_a_billion_on_64_ranks_takes_five_minutes(capsys):
-    """Of CPU."""
-    sizes = "vocab_size=128256 dim=2048 layers=16 heads=32 kv_heads=8 ffn_dim=8192"
-    words = [f"model.{size}" for size in f"{sizes} max_seq_len=8192 tied=false".split()]
-    run = "data.seq_len=8192 activation_checkpoint=selective global_batch_size=128 batch_size=1"
-    words += [*run.split(), "precision=bf16", "--world=64", "--sweep", "--json"]
-    began = time.process_time()
-    code, said = plan(capsys, "pretrain", *words)
-    assert time.process_time() - began <= 300
-    assert code == 0, said.err
-    planned = [one for one in json.loads(said.out) if "refused" not in one]
-    assert {one["parameters"] for one in planned} == {1_498_482_688}
