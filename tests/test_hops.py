@@ -46,10 +46,11 @@ def watched():
 def test_a_save_and_a_load_go_through_six_files(tmp_path):
     model = torch.nn.Linear(3, 2)
     state = fk.TrainState.create(model, fk.adamw(model))
+    save, load = fk.checkpoint_save, fk.checkpoint_load  # imported here
     with watched() as saved:
-        fk.checkpoint_save(state, tmp_path, blocking=True)
+        save(state, tmp_path, blocking=True)
     with watched() as loaded:
-        fk.checkpoint_load(state, tmp_path, fingerprint="a")
+        load(state, tmp_path, fingerprint="a")
     for name, seen in {"save": saved, "load": loaded}.items():
         print(f"a {name} goes through {len(seen)} files: {', '.join(sorted(seen))}")  # noqa: T201
         assert 3 <= len(seen) <= 6
