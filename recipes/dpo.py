@@ -27,9 +27,10 @@ from forgekit.config import key, load_config, to_dict
 class Data:
     """Pairs of answers; both of a pair are in one row."""
 
-    path: fk.Location = key(Path("recipes/examples/preferences.jsonl"), "A .jsonl file.")
+    path: fk.Location = key(Path("recipes/examples/preferences.jsonl"), "A file of lines or rows.")
     held_out_every: int = key(10, "One pair in so many is held out.", at_least=2)
     long: Literal["error", "drop"] = key("error", "What becomes of longer pairs.")
+    template: dict[str, bool | int | float | str] = key({}, "Options of the chat template.")
 
 
 @attrs.frozen(kw_only=True)
@@ -95,9 +96,8 @@ def setup(config):
     """Build the state, the step and the data; no step is taken."""
     mesh, data = fk.build_mesh(config.mesh, device=config.device), config.data
     spec, is_copy = fk.huggingface_spec(config.base), config.reference == "model"
-    dataset = fk.data.preference_dataset(
-        data.path, config.base, config.seq_len, long=data.long, held_out_every=data.held_out_every
-    )
+    lines = {"template": data.template, "long": data.long, "held_out_every": data.held_out_every}
+    dataset = fk.data.preference_dataset(data.path, config.base, config.seq_len, **lines)
     fk.check_vocabulary(dataset, spec.vocab_size)
     reference = load(config, spec, mesh, False).requires_grad_(False) if is_copy else None
     model = load(config, spec, mesh, config.lora.rank > 0)

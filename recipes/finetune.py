@@ -23,9 +23,11 @@ from forgekit.config import key, load_config, to_dict
 class Data:
     """Conversations, or prompts and completions."""
 
-    path: fk.Location = key(Path("recipes/examples/chats.jsonl"), "A .jsonl file.")
+    path: fk.Location = key(Path("recipes/examples/chats.jsonl"), "A file of lines or rows.")
     held_out_every: int = key(20, "One line in so many is held out.", at_least=2)
     long: Literal["error", "truncate", "drop"] = key("error", "What becomes of longer examples.")
+    train_on: Literal["all", "last"] = key("all", "All of the assistant's turns, or the last.")
+    template: dict[str, bool | int | float | str] = key({}, "Options of the chat template.")
 
 
 @attrs.frozen(kw_only=True)
@@ -86,17 +88,15 @@ def setup(config):
     """Build the state, the step and the data; no step is taken."""
     mesh = fk.build_mesh(config.mesh, device=config.device)
     spec, data, lora = fk.huggingface_spec(config.base), config.data, config.lora
+    lines = {"template": data.template, "train_on": data.train_on, "long": data.long}
     dataset = fk.data.chat_dataset(
-        data.path, config.base, config.seq_len, long=data.long, held_out_every=data.held_out_every
+        data.path, config.base, config.seq_len, held_out_every=data.held_out_every, **lines
     )
     fk.check_vocabulary(dataset, spec.vocab_size)
     with torch.device("meta"):
         model = fk.Transformer(spec)
     if lora.rank or lora.base:
-        rank, targets, base = lora.rank, lora.targets, lora.base
-        fk.add_lora(
-            model, rank=rank, alpha=lora.alpha, targets=targets, dropout=lora.dropout, base=base
-        )
+        fk.add_lora(model, **attrs.asdict(lora))
     recompute = config.activation_checkpoint
     model = fk.parallelize(model, mesh, precision=config.precision, activation_checkpoint=recompute)
     fk.load_huggingface(model, config.base)

@@ -2,25 +2,49 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
+import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from functools import partial
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
 
 import attrs
 import numpy as np
 
-from forgekit.checks import brief, check_choice, quoted
+from forgekit.checks import brief, check_choice, parse_json, quoted
 from forgekit.data.batch import IGNORED
-from forgekit.data.chat_template import ChatEncoder, Example, common_messages
+from forgekit.data.chat_template import (
+    ChatEncoder,
+    Example,
+    TrainOn,
+    check_media,
+    flag_of,
+)
+from forgekit.data.documents import ROWS_AT_ONCE
 from forgekit.data.packing import Bins, pack
 from forgekit.data.rows import InMemory, RowDataset
-from forgekit.data.text_files import Paths, files_at, json_objects
+from forgekit.data.text_files import File, Paths, files_at, json_objects
 from forgekit.data.tokenizer import vocabulary_size
 from forgekit.environment import require
 
+log = logging.getLogger("forgekit")
+
 LongExamples = Literal["error", "truncate", "drop"]
+
+LINE_FLAGS = ("weight", "sample_weight", "loss_weight", "mask_prompt")
+"""Keys of a line that say something else than is done here if they are 0."""
+
+OTHER_FLAGS = ("train_on_inputs", "train_on_input", "train_on_prompt", "mask_history")
+"""Keys of a line that say something else than is done here if they are 1."""
+
+CONTEXT = ("tools", "chat_template_kwargs", "system")
+"""Keys of a line that its conversation is rendered with."""
+
+SHOWN_KEYS = 10
+"""Keys that nothing reads and that are named in the log."""
 
 
 @attrs.define
@@ -57,24 +81,28 @@ class ChatCounts:
 
 
 def chat_dataset(
-    paths: Paths,
+    paths: Paths | Any,
     tokenizer: Any,
     seq_len: int,
     *,
     long: LongExamples = "error",
     turn_by_turn: bool = False,
+    train_on: TrainOn = "all",
+    template: Mapping[str, Any] | None = None,
     held_out_every: int | None = None,
 ) -> RowDataset:
     """Read conversations and prompts to fine-tune on; pack them into rows.
 
     A line of a file is ``{"messages": [{"role", "content"}, ...]}``, with ``"tools"`` if the
     template takes them, or ``{"prompt", "completion"}``, both texts or both lists of messages. Of
-    ``messages`` all assistant's turns are trained, up to the token that ends each; of a prompt and
-    a completion the latter and its end. Which tokens these are is proved for every conversation:
-    see ``forgekit.data.chat_template``. Examples are held in memory, 8 bytes per token.
+    ``messages`` all assistant's turns are trained, up to the token that ends each, unless they have
+    a flag such as ``"weight": 0``; of a prompt and a completion the latter and its end. Which
+    tokens these are is proved for every conversation: see ``forgekit.data.chat_template``. Examples
+    are held in memory, 8 bytes per token. Keys that nothing reads are named in the log.
 
     Args:
-        paths: ``.jsonl`` files.
+        paths: Files of JSON lines, also compressed, or of one JSON array; ``.parquet`` files; a
+            folder of ``save_to_disk``; or a ``Dataset`` of Hugging Face or a list of such lines.
         tokenizer: A fast tokenizer of ``transformers`` with a chat template, or the directory to
             load it from.
         seq_len: Positions in a row. An example is never split over rows.
@@ -82,6 +110,9 @@ def chat_dataset(
             or dropped. Both are counted.
         turn_by_turn: Where a template re-renders earlier turns (some strip the reasoning), make an
             example of each assistant's turn instead of refusing the line.
+        train_on: Train all of the assistant's turns, or of each conversation the last.
+        template: Options of the chat template for all lines, as ``{"enable_thinking": False}``;
+            ``"chat_template_kwargs"`` of a line comes before them.
         held_out_every: One line in so many is held out, for ``dataset.held_out()``.
 
     Returns:
@@ -91,19 +122,22 @@ def chat_dataset(
     Raises:
         FileNotFoundError: If a file does not exist.
         ValueError: If a line is broken, has no answer to train or cannot be proved, an example is
-            too long with ``long="error"``, or nothing is supervised.
+            too long with ``long="error"``, or nothing is supervised; if the template has no such
+            option.
     """
-    encoder = ChatEncoder(_tokenizer(tokenizer), turn_by_turn)
+    check_choice("train_on", train_on, get_args(TrainOn))
+    encoder = ChatEncoder(_tokenizer(tokenizer), turn_by_turn, train_on, template or {})
     encode = partial(_encode_line, encoder)
     return _dataset(paths, encoder, encode, seq_len, long, held_out_every)
 
 
 def preference_dataset(
-    paths: Paths,
+    paths: Paths | Any,
     tokenizer: Any,
     seq_len: int,
     *,
     long: Literal["error", "drop"] = "error",
+    template: Mapping[str, Any] | None = None,
     held_out_every: int | None = None,
 ) -> RowDataset:
     """Read pairs of a chosen and a rejected answer; pack pairs into rows.
@@ -114,10 +148,11 @@ def preference_dataset(
     one the next. Only the answers have labels.
 
     Args:
-        paths: ``.jsonl`` files.
+        paths: Files, or lines; see ``chat_dataset``.
         tokenizer: A fast tokenizer of ``transformers``, or its directory.
         seq_len: Positions in a row; a pair takes the tokens of both.
         long: Whether a pair of more tokens than ``seq_len`` is an error or dropped.
+        template: Options of the chat template; see ``chat_dataset``.
         held_out_every: One line in so many is held out, for ``dataset.held_out()``.
 
     Returns:
@@ -129,7 +164,7 @@ def preference_dataset(
             a pair is too long with ``long="error"``, or there are no pairs.
     """
     check_choice("long", long, ("error", "drop"))
-    encoder = ChatEncoder(_tokenizer(tokenizer))
+    encoder = ChatEncoder(_tokenizer(tokenizer), template=template or {})
     encode = partial(_encode_pair, encoder)
     return _dataset(paths, encoder, encode, seq_len, long, held_out_every)
 
@@ -151,14 +186,15 @@ def _tokenizer(tokenizer: Any) -> Any:
 def _encode_line(
     encoder: ChatEncoder, name: str, line: dict[str, Any]
 ) -> list[tuple[Example, ...]]:
-    if "messages" in line:
-        examples = encoder.conversation(name, line["messages"], tools=line.get("tools"))
+    key = next((key for key in ("messages", "conversations") if line.get(key) is not None), "")
+    if key:
+        examples = _conversation(encoder, name, line, (), line[key], {key})
     elif "prompt" in line and "completion" in line:
         examples = _answer(encoder, name, line, "completion")
     else:
         raise ValueError(
             f"{name} has the keys {quoted(line)}; a line to train on has "
-            '"messages", or "prompt" and "completion".'
+            '"messages", "conversations", or "prompt" and "completion".'
         )
     return [(example,) for example in examples]
 
@@ -172,19 +208,23 @@ def _encode_pair(
             'a "prompt" unless both hold it.'
         )
     if "prompt" not in line and all(isinstance(line[key], list) for key in ("chosen", "rejected")):
-        first = common_messages(line["chosen"], line["rejected"])
+        first = _common_messages(line["chosen"], line["rejected"])
         line = {**line, "prompt": line["chosen"][:first]}
         line.update({key: line[key][first:] for key in ("chosen", "rejected")})
-    return [tuple(_answer(encoder, name, line, key)[0] for key in ("chosen", "rejected"))]
+    chosen = _answer(encoder, name, line, "chosen", {"rejected"})
+    rest = {key: line[key] for key in line.keys() & {"prompt", "rejected", *CONTEXT}}
+    return [(chosen[0], _answer(encoder, name, rest, "rejected")[0])]
 
 
-def _answer(encoder: ChatEncoder, name: str, line: dict[str, Any], key: str) -> list[Example]:
+def _answer(
+    encoder: ChatEncoder, name: str, line: dict[str, Any], key: str, other: Set[str] = frozenset()
+) -> list[Example]:
     """Encode a prompt and what answers it: two texts, or two lists of messages."""
-    prompt, answer = line.get("prompt"), line[key]
+    prompt, answer, read = line.get("prompt"), line[key], {"prompt", key, *other}
     if isinstance(prompt, list) and isinstance(answer, list):
-        tools, first = line.get("tools"), len(prompt)
-        return encoder.conversation(name, prompt + answer, tools=tools, first=first)
+        return _conversation(encoder, name, line, prompt, answer, read)
     if isinstance(prompt, str) and isinstance(answer, str):
+        _check_line(encoder, name, line, read)
         return [encoder.completion(name, prompt, answer)]
     raise ValueError(
         f"{name} has {brief(prompt)} as prompt and {brief(answer)} as {key}; both must be "
@@ -192,8 +232,109 @@ def _answer(encoder: ChatEncoder, name: str, line: dict[str, Any], key: str) -> 
     )
 
 
+def _conversation(
+    encoder: ChatEncoder,
+    name: str,
+    line: dict[str, Any],
+    prompt: Sequence[Any],
+    answer: Any,
+    read: Set[str],
+) -> list[Example]:
+    """Encode messages, with what a line says about all of them."""
+    _check_line(encoder, name, line, {*read, *CONTEXT})
+    if isinstance(answer, list):
+        system = line.get("system")
+        answer = [*prompt, *answer]
+        if system:
+            answer, prompt = [{"role": "system", "content": system}, *answer], ["", *prompt]
+    tools, options = line.get("tools"), line.get("chat_template_kwargs")
+    return encoder.conversation(name, answer, tools=tools, first=len(prompt), options=options)
+
+
+def _check_line(encoder: ChatEncoder, name: str, line: dict[str, Any], read: Set[str]) -> None:
+    """Refuse what a line says about its loss and is not done; count the keys that nothing reads."""
+    check_media(name, line)
+    if flag_of(name, line, LINE_FLAGS) is False or any(map(line.get, OTHER_FLAGS)):
+        flags = {key: line[key] for key in (*LINE_FLAGS, *OTHER_FLAGS) if key in line}
+        raise ValueError(
+            f"{name} has {brief(flags)}; of a line the answers are trained, each with weight 1. "
+            'Remove the line or the flag; train_on="last" trains last turns alone.'
+        )
+    unread = line.keys() - {*read, *LINE_FLAGS, *OTHER_FLAGS}
+    encoder.unread.update(key for key in unread if line[key] is not None)
+
+
+def _lines(source: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the content of each line or row."""
+    markers = ("state.json", "dataset_dict.json")
+    if isinstance(source, str | os.PathLike) and any(Path(source, m).is_file() for m in markers):
+        source = require("datasets", extra="hf").load_from_disk(os.fspath(source))
+    if isinstance(source, dict):
+        raise ValueError(f"the dataset has the splits {quoted(source)}; pass one of them.")
+    if hasattr(source, "with_format"):
+        rows = cast(Any, source).with_format(None)
+        yield from ((f"row {n}", _without_nulls(row)) for n, row in enumerate(rows))
+    elif isinstance(source, list) and source and isinstance(source[0], dict):
+        yield from ((f"line {n}", line) for n, line in enumerate(source))
+    else:
+        for file in files_at(source):
+            yield from _rows(file) if file.suffix.lower() == ".parquet" else _json(file)
+
+
+def _json(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the objects of JSON lines, or of the one array that a ``.json`` file may hold."""
+    content = b""
+    if file.suffix.lower() == ".json":
+        with file.open("rb") if isinstance(file, Path) else file.open() as opened:
+            content = opened.read().removeprefix(codecs.BOM_UTF8).strip()
+    if not content.startswith(b"["):
+        yield from json_objects(file)
+        return
+    try:
+        lines = parse_json(content)
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read as a JSON array: {error}. Mend it.") from None
+    for number, line in enumerate(lines):
+        if not isinstance(line, dict):
+            raise ValueError(f"{file}[{number}] is {brief(line)}; each must be one JSON object.")
+        yield f"{file}[{number}]", line
+
+
+def _rows(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a parquet file."""
+    parquet, number = require("pyarrow.parquet", extra="hf"), itertools.count()
+    with parquet.ParquetFile(file if isinstance(file, Path) else file.open()) as opened:
+        for batch in opened.iter_batches(ROWS_AT_ONCE):
+            for row in batch.to_pylist():
+                yield f"{file}[{next(number)}]", _without_nulls(row)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Leave out what a row of a table has only because other rows do: its keys that are null.
+
+    Examples:
+        >>> _without_nulls({"messages": [{"role": "user", "content": None, "name": None}]})
+        {'messages': [{'role': 'user', 'content': None}]}
+    """
+    if isinstance(value, dict):
+        kept = {k: v for k, v in value.items() if v is not None or k == "content"}
+        return {key: _without_nulls(inner) for key, inner in kept.items()}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _common_messages(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Count the messages that two conversations begin with alike.
+
+    Examples:
+        >>> _common_messages(["question", "good"], ["question", "bad"])
+        1
+    """
+    alike = (a == b for a, b in zip(one, other, strict=False))
+    return next((n for n, same in enumerate(alike) if not same), min(len(one), len(other)))
+
+
 def _dataset(
-    paths: Paths,
+    paths: Paths | Any,
     encoder: ChatEncoder,
     encode: Callable[[str, dict[str, Any]], list[tuple[Example, ...]]],
     seq_len: int,
@@ -201,11 +342,14 @@ def _dataset(
     held_out_every: int | None,
 ) -> RowDataset:
     check_choice("long", long, get_args(LongExamples))
-    lines = itertools.chain.from_iterable(map(json_objects, files_at(paths)))
     train, held_out = _Part(seq_len, long), _Part(seq_len, long)
-    for number, (name, line) in enumerate(lines, start=1):
+    for number, (name, line) in enumerate(_lines(paths), start=1):
         is_held_out = held_out_every is not None and number % held_out_every == 0
         (held_out if is_held_out else train).add(encode(name, line))
+    if encoder.unread:
+        most = sorted(encoder.unread.items(), key=lambda item: (-item[1], item[0]))[:SHOWN_KEYS]
+        keys = [f'"{key}" ({count:,})' for key, count in most]
+        log.warning("Keys that neither forgekit nor the chat template reads: %s.", ", ".join(keys))
     rest = held_out.dataset(encoder.tokenizer) if held_out.kept else None
     return train.dataset(encoder.tokenizer, rest)
 

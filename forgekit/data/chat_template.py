@@ -9,20 +9,46 @@ difference is what the model will have to write. It is trained up to the token t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from forgekit.checks import brief, quoted
+from forgekit.checks import brief, parse_json, quoted
 from forgekit.data.tokenizer import without_limits
 
 Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[Sequence[Message], bool], str]
 Span: TypeAlias = "tuple[int, int]"
+TrainOn = Literal["all", "last"]
+
+ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+ROLES |= {role: role for role in ("system", "developer", "user", "assistant", "tool")}
+"""What ``from`` may say in a turn of ``from`` and ``value``."""
+
+READ = {"role", "content", "tool_calls", "tool_call_id", "name", "id"}
+"""Keys of a message that a template may leave unread without a word."""
+
+FLAGS = ("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight")
+FLAGS += ("loss_scale", "masked")
+"""Keys of a message that say whether it is a target: 1, or 0 with ``masked``."""
+
+REASONING = {"reasoning_content", "reasoning", "thinking"}
+"""Keys that ``transformers`` takes for one another."""
+
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+
+RENDERING = ("conversation", "chat_template", "tools", "tokenize", "add_generation_prompt")
+RENDERING += ("continue_final_message", "return_dict", "return_assistant_tokens_mask")
+RENDERING += ("sanitize_control_tokens", "tokenizer_kwargs", "padding", "truncation", "max_length")
+"""Arguments of ``apply_chat_template`` that are no options of a template."""
 
 PROBES = ("apples and pears", "a very different answer, of two lines.\nThis is the second.")
 """Words that take the place of the assistant's where a template is proved."""
@@ -70,12 +96,19 @@ class ChatEncoder:
             a model's directory holds.
         turn_by_turn: Where a template re-renders earlier turns, make an example of each
             assistant's turn, as it is generated, instead of refusing the conversation.
+        train_on: Train all of the assistant's turns, or the last one.
+        template: Options of the template, for all conversations.
+        unread: How many messages or lines have a key that nothing reads, by its name.
     """
 
     tokenizer: Any
     turn_by_turn: bool = False
+    train_on: TrainOn = "all"
+    template: Mapping[str, Any] = attrs.field(factory=dict)
+    unread: Counter[str] = attrs.field(factory=Counter, init=False)
     _proved: set[Any] = attrs.field(factory=set, init=False)
     _special: set[int] = attrs.field(factory=set, init=False)
+    _words: set[str] = attrs.field(factory=set, init=False, repr=False)
     _backend: Any = attrs.field(init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -88,17 +121,28 @@ class ChatEncoder:
         added = self.tokenizer.added_tokens_decoder
         special = (id for id in added if added[id].special)
         self._special = {*self.tokenizer.all_special_ids, *special}
+        source = self.tokenizer.chat_template or ""
+        source = " ".join(source.values()) if isinstance(source, dict) else source
+        self._words = set(re.findall(r"\w+", source))
+        if unknown := [key for key in self.template if key not in self._words]:
+            raise ValueError(
+                f"the chat template reads no {quoted(unknown)}, which template= sets. Name an "
+                "option that the template's text holds."
+            )
+        _check_options("template=", self.template)
 
     def conversation(
-        self, name: str, messages: Any, *, tools: Any = None, first: int = 0
+        self, name: str, messages: Any, *, tools: Any = None, first: int = 0, options: Any = None
     ) -> list[Example]:
         """Encode a conversation; its assistant's turns are trained.
 
         Args:
             name: Where it was read, for messages.
-            messages: ``[{"role": ..., "content": ...}, ...]``.
-            tools: Descriptions of tools, for the template.
+            messages: ``[{"role": ..., "content": ...}, ...]``, or with ``from`` and ``value``. A
+                content is a text, null, or a list of parts of ``"type": "text"``.
+            tools: Descriptions of tools, for the template; also as JSON.
             first: Turns before this message are not trained.
+            options: Of the template, for this conversation.
 
         Returns:
             One example with the ids of ``tokenizer.apply_chat_template``, on ``TODAY``, or one per
@@ -107,19 +151,23 @@ class ChatEncoder:
         Raises:
             ValueError: If there is no assistant's turn to train, or the template refuses the
                 messages, ends turns with no token of its own, or does not continue what it has
-                rendered before.
+                rendered before; if a message is broken, holds media, or has a flag that cannot be
+                obeyed.
         """
-        _check_messages(name, messages)
-        numbers = [n for n, m in enumerate(messages) if n >= first and m["role"] == "assistant"]
-        if not numbers:
-            roles = quoted(message["role"] for message in messages[first:])
-            raise ValueError(f"{name} has no assistant's turn to train; its roles are {roles}.")
+        messages, numbers = self._read(name, messages, first)
+        tools = [decoded(name, "a tool", tool) for tool in decoded(name, "tools", tools) or ()]
+        options = decoded(name, "chat_template_kwargs", options) or {}
+        _check_options(name, options)
+        self.unread.update(key for key in options if key not in self._words)
+        options = {**self.template, **options}
 
         def render(some: Sequence[Message], is_prompt: bool) -> str:
-            return self._render(name, some, tools, is_prompt)
+            return self._render(name, some, tools or None, is_prompt, options)
 
+        if any(m.get("tool_calls") for m in messages) and _takes_texts(messages, render):
+            messages = _with_arguments(messages, _as_text)
         words = ((m["role"], bool(m.get("content")), *sorted(m)) for m in messages)
-        shape = (first, bool(tools), *words)
+        shape = (*numbers, bool(tools), json.dumps(options, sort_keys=True, default=repr), *words)
         if shape not in self._proved:
             self._prove(name, messages, numbers, render)
             self._proved.add(shape)
@@ -155,10 +203,42 @@ class ChatEncoder:
             ids, trained = ids[1:], trained[1:]
         if len(ids) and ids[-1] == end and not trained[-1]:  # the tokenizer has added it
             ids, trained = ids[:-1], trained[:-1]
-        ids, trained = np.append(ids, np.int32(end)), np.append(trained, True)
+        if not len(ids) or ids[-1] != end:  # else the completion's text ends with it
+            ids, trained = np.append(ids, np.int32(end)), np.append(trained, True)
         return attrs.evolve(example, ids=ids, trained=trained)
 
-    def _render(self, name: str, messages: Sequence[Message], tools: Any, is_prompt: bool) -> str:
+    def _read(self, name: str, messages: Any, first: int) -> tuple[list[Message], list[int]]:
+        """Bring messages into the form that templates read; find the turns to train."""
+        clean: list[Message] = []
+        numbers: list[int] = []
+        for n, message in enumerate(messages if isinstance(messages, list) else [messages]):
+            clean.append(_message(name, message))
+            is_target = _is_target(f"{name}: message {n}", message, clean[n]["role"])
+            if n >= first and is_target and clean[n]["role"] == "assistant":
+                numbers.append(n)
+            known = READ | (REASONING if REASONING & self._words else set())
+            unread = clean[n].keys() - known - self._words
+            self.unread.update(key for key in unread if clean[n][key] is not None)
+        turns = [n for n, m in enumerate(clean) if n >= first and m["role"] == "assistant"]
+        if self.train_on == "last":
+            numbers = [n for n in turns[-1:] if n in numbers]
+        if not numbers:
+            roles = quoted(message["role"] for message in clean[first:])
+            flagged = ", and their flags leave none" if turns else ""
+            raise ValueError(
+                f"{name} has no assistant's turn to train; its roles are {roles}{flagged}. "
+                "Remove the line."
+            )
+        return clean, numbers
+
+    def _render(
+        self,
+        name: str,
+        messages: Sequence[Message],
+        tools: Any,
+        is_prompt: bool,
+        options: Mapping[str, Any],
+    ) -> str:
         try:
             template = self.tokenizer.get_chat_template(tools=tools)
             return self.tokenizer.apply_chat_template(
@@ -167,6 +247,7 @@ class ChatEncoder:
                 chat_template=WITH_DATE + template if "strftime_now" in template else template,
                 tokenize=False,
                 add_generation_prompt=is_prompt,
+                **options,
             )
         except Exception as error:  # a template may raise anything
             raise ValueError(
@@ -247,24 +328,143 @@ class ChatEncoder:
         return encoded.ids, encoded.offsets
 
 
-def common_messages(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Count the messages that two conversations begin with alike.
+def decoded(name: str, key: str, value: Any) -> Any:
+    """Return an object or a list, which may be given as its JSON text; nothing as None.
+
+    Raises:
+        ValueError: If it is a text that is neither.
 
     Examples:
-        >>> common_messages(["question", "good"], ["question", "bad"])
-        1
+        >>> decoded("a.jsonl:1", "tools", '[{"name": "add"}]'), decoded("a.jsonl:1", "tools", "")
+        ([{'name': 'add'}], None)
     """
-    alike = (a == b for a, b in zip(one, other, strict=False))
-    return next((n for n, same in enumerate(alike) if not same), min(len(one), len(other)))
+    if not isinstance(value, str):
+        return value
+    try:
+        read = parse_json(value) if value.strip() else None
+    except ValueError:
+        read = value
+    if not isinstance(read, dict | list | None):
+        raise ValueError(
+            f"{name} has {brief(value)} as {key}, a text that is no JSON object or list. Write "
+            "the object itself."
+        )
+    return read
 
 
-def _check_messages(name: str, messages: Any) -> None:
-    for message in messages if isinstance(messages, list) and messages else [messages]:
-        role, content = None, None
-        if isinstance(message, dict):
-            role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str) or not isinstance(content, str | None):
+def flag_of(name: str, holder: Mapping[str, Any], keys: Iterable[str] = FLAGS) -> bool | None:
+    """Read what flags say about training a message or a line; None if there are none.
+
+    Raises:
+        ValueError: If one is neither 0 nor 1.
+    """
+    given = {key: holder[key] for key in keys if holder.get(key) is not None}
+    for key, value in given.items():
+        if value not in (0, 1):
             raise ValueError(
-                f"{name}: messages hold {brief(message)}; they must be a list of objects with a "
-                'text under "role" and a text, or null, under "content".'
+                f'{name} has {brief(value)} as "{key}"; a message is trained or not, so it must be '
+                "0 or 1, false or true. Fractions belong into a mixture's weights."
             )
+    return all(bool(value) != (key == "masked") for key, value in given.items()) if given else None
+
+
+def _is_target(name: str, message: Mapping[str, Any], role: str) -> bool:
+    if unknown := [k for k in message if k not in FLAGS and re.search("mask|loss|weight|train", k)]:
+        raise ValueError(
+            f"{name} has {quoted(unknown)}, which may say what is trained, and is not known here. "
+            f"Write {quoted(FLAGS)}, or remove the key."
+        )
+    flag = flag_of(name, message)
+    if flag and role != "assistant":
+        raise ValueError(
+            f'{name} has the role "{role}" and a flag that asks to train it; only turns of the '
+            "assistant are trained. Remove the flag."
+        )
+    return flag is not False
+
+
+def _message(name: str, message: Any) -> dict[str, Any]:
+    """Check a message; return it without flags, its content a text and its calls decoded."""
+    kept, role, content = {}, None, None
+    if isinstance(message, dict):
+        kept = {key: value for key, value in message.items() if key not in FLAGS}
+        if "from" in kept and "role" not in kept:
+            kept["role"] = ROLES.get(str(kept.pop("from")))
+            kept["content"] = kept.pop("value", None)
+        role, content = kept.get("role"), kept.get("content")
+        check_media(name, kept)
+    if isinstance(content, list):
+        kept["content"] = content = "".join(_text(name, part) for part in content)
+    if not isinstance(role, str) or not isinstance(content, str | None):
+        raise ValueError(
+            f"{name}: messages hold {brief(message)}; they must be a list of objects with a text "
+            'under "role" and a text, or null, under "content". "from" may be '
+            f"{quoted(ROLES)}."
+        )
+    if calls := decoded(name, "tool_calls", kept.get("tool_calls")):
+        kept["tool_calls"] = [_call(call, partial(_arguments, name)) for call in calls]
+    return kept
+
+
+def _text(name: str, part: Any) -> str:
+    kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, part)
+    if kind in (None, "text") and isinstance(text, str):
+        return text
+    raise ValueError(
+        f"{name}: messages hold {brief(part)}; of a content only parts of text can be trained. "
+        "Leave such lines out."
+    )
+
+
+def check_media(name: str, holder: Mapping[str, Any]) -> None:
+    """Refuse a message or a line with pictures, sounds or films, which no row can hold."""
+    if media := [key for key in MEDIA if holder.get(key)]:
+        raise ValueError(f"{name} has {quoted(media)}; only text can be trained. Leave it out.")
+
+
+def _call(call: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a tool call with other arguments."""
+    if not isinstance(call, dict):
+        return call
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": _call(call["function"], change)}
+    return {**call, "arguments": change(call["arguments"])} if "arguments" in call else call
+
+
+def _with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Message]:
+    changed = [[_call(call, change) for call in m.get("tool_calls") or ()] for m in messages]
+    pairs = zip(messages, changed, strict=True)
+    return [{**message, "tool_calls": calls} if calls else message for message, calls in pairs]
+
+
+def _takes_texts(messages: Sequence[Message], render: Render) -> bool:
+    """Whether a template writes arguments as they stand, so that an object would be Python's."""
+    probe = {PROBES[0]: None}
+    try:
+        return str(probe) in render(_with_arguments(messages, lambda _: probe), False)
+    except ValueError:
+        try:
+            render(_with_arguments(messages, _as_text), False)
+        except ValueError:  # they cannot be rendered at all, which is said with more words later
+            return False
+        return True
+
+
+def _arguments(name: str, value: Any) -> Any:
+    """Return arguments as the object that a text writes, as ``transformers`` and ``vLLM`` do."""
+    if isinstance(value, str) and value.strip()[:1] not in ("", "{", "["):  # plain words
+        return value
+    read = decoded(name, "arguments of a tool call", value)
+    return {} if read is None else read
+
+
+def _as_text(value: Any) -> Any:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
+
+
+def _check_options(name: str, options: Any) -> None:
+    if not isinstance(options, Mapping) or (set(options) & set(RENDERING)):
+        raise ValueError(
+            f"{name} has {brief(options)} as options of the chat template; they must be an object, "
+            f"without {quoted(RENDERING)}, which are set here."
+        )

@@ -1,5 +1,6 @@
 """Conversations, prompts and pairs become packed rows; which tokens are trained is proved."""
 
+import gzip
 import json
 from functools import cache, partial
 
@@ -299,6 +300,294 @@ def test_both_answers_of_a_pair_are_neighbours_in_one_row(tmp_path, line):
     assert pairs == sorted([(good, bad), (good, bad), (bad, good)])
 
 
+def _targets(rows, tokenizer):
+    """The text of the targets of each document."""
+    return [tokenizer.decode([i for i in labels if i != -100]) for _, labels, _ in _documents(rows)]
+
+
+ARGUMENTS = {"city": "Paris", "days": [1, {"é": None}], "note": 'a "b"'}
+WRITTEN = '{"city": "Paris", "days": [1, {"é": null}], "note": "a \\"b\\""}'
+CALLS = {  # how templates write the arguments
+    "tojson": "{{ a | tojson }}",
+    "a text": "{{ a }}",
+    "joined": "{{ '' + a + '' }}",
+    "either": "{% if a is string %}{{ a }}{% else %}{{ a | tojson }}{% endif %}",
+    "concatenated": "{{ 'the ' ~ a }}",
+    "mapping": "{% for k, v in a.items() %}{{ k }}={{ v | tojson }} {% endfor %}",
+}
+
+
+@pytest.mark.parametrize("write", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("kind", ["messages", "prompt", "chosen"])
+def test_arguments_as_json_are_those_of_the_object(write, kind):
+    """In trained turns and prompts, whatever the template expects."""
+    calls = "{% for c in m.tool_calls or [] %}{% set c = c.function or c %}<call>{{ c.name }} "
+    calls += "{% set a = c.arguments %}" + write + "</call>{% endfor %}"
+    tokenizer = _tokenizer(CHATML.replace(WORDS, "{{ m.content or '' }}" + calls))
+
+    def document(arguments, nested=True, dump=False):
+        call = {"name": "weather", "arguments": arguments}
+        call = {"type": "function", "function": call} if nested else call
+        calls = json.dumps([call]) if dump else [call]
+        turn = {"role": "assistant", "content": None, "tool_calls": calls}
+        line = {"messages": [USER, turn]}
+        if kind == "prompt":
+            line = {"prompt": [USER, turn, USER], "completion": [ANSWER]}
+        read = chat_dataset
+        if kind == "chosen":
+            line, read = {"chosen": [USER, turn], "rejected": [USER, ANSWER]}, preference_dataset
+        rows = read([line], tokenizer, 512)
+        ids, labels, _ = next(_documents(rows))
+        return tokenizer.decode(ids), tokenizer.decode([i for i in labels if i != -100])
+
+    named = "".join(f"{k}={json.dumps(v, ensure_ascii=False)} " for k, v in ARGUMENTS.items())
+    wanted = {"mapping": named, "concatenated": f"the {WRITTEN}"}
+    (case,) = (case for case in CALLS if CALLS[case] == write)
+    wanted = f"<call>weather {wanted.get(case, WRITTEN)}</call><|im_end|>"
+    compact = json.dumps(ARGUMENTS, separators=(",", ":"))
+    for arguments in (ARGUMENTS, WRITTEN, f" {compact}\n"):
+        for how in ({}, {"nested": False}, {"dump": True}):
+            text, trained = document(arguments, **how)
+            assert wanted in text
+            assert trained == ("Four, I think.<|im_end|>" if kind == "prompt" else wanted)
+    empty = {"mapping": "", "concatenated": "the {}"}.get(case, "{}")
+    for nothing in (None, "", " ", {}):
+        assert f"<call>weather {empty}</call>" in document(nothing)[0]
+    if case == "tojson":
+        assert '<call>weather "plain words"</call>' in document("plain words")[0]
+        assert "<call>weather [1]</call>" in document("[1]")[0]
+    with pytest.raises(
+        ValueError, match=r"line 0 has '\{\"city\": ' as arguments of a tool call, a"
+    ):
+        document('{"city": ')
+
+
+BOTH = ["Four, I think.<|im_end|>", "Five.<|im_end|>"]
+SPELLINGS = ["weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight"]
+
+
+def test_flags_say_which_turns_are_targets_and_others_are_refused(caplog):
+    tokenizer = _tokenizer(CHATML)
+
+    def targets(first, second=None, line=None, turn=1, **options):
+        chat = [USER, dict(ANSWER), MORE[0], {**MORE[1], **(second or {})}]
+        chat[turn] = {**chat[turn], **first}
+        rows = chat_dataset([{"messages": chat, **(line or {})}], tokenizer, 128, **options)
+        ids, _, _ = next(_documents(rows))
+        plain = [{key: m[key] for key in ("role", "content")} for m in chat]
+        assert ids == tokenizer.apply_chat_template(plain, return_dict=False)
+        return _targets(rows, tokenizer)[0]
+
+    for key in SPELLINGS:
+        for no, yes in ((0, 1), (0.0, 1.0), (False, True)):
+            assert targets({key: no}) == BOTH[1]
+            assert targets({key: yes}, {key: no}) == BOTH[0]
+            assert targets({key: None}, {key: yes}) == "".join(BOTH)
+            assert targets({key: no}, turn=0) == "".join(BOTH)
+            with pytest.raises(ValueError, match="asks to train it; only turns of the assistant"):
+                targets({key: yes}, turn=0)
+        with pytest.raises(ValueError, match=r'are "user".*, and their flags leave none. Remove'):
+            targets({key: 0}, {key: 0})
+        for wrong in (0.5, "false", float("nan"), [1, 0]):
+            with pytest.raises(ValueError, match=f'line 0: message 1 has .* as "{key}"; .* 0 or 1'):
+                targets({key: wrong})
+    assert targets({"masked": True}, {"masked": False}) == BOTH[1]
+    assert targets({"weight": 1, "train": False}) == BOTH[1]
+    for unknown in ("mask", "step_loss_mask", "train_detail"):
+        with pytest.raises(ValueError, match=f'message 1 has "{unknown}", which may say what is'):
+            targets({unknown: 1})
+    assert targets({}, train_on="last") == BOTH[1]
+    assert targets({"weight": 0}, train_on="last") == BOTH[1]
+    with pytest.raises(ValueError, match="their flags leave none"):
+        targets({}, {"weight": 0}, train_on="last")
+    for line in (
+        {"weight": 1},
+        {"mask_prompt": True},
+        {"train_on_inputs": False},
+        {"weight": None},
+    ):
+        assert targets({}, line=line) == "".join(BOTH)
+    for line in ({"weight": 0}, {"mask_prompt": False}, {"train_on_inputs": True}, {"weight": 0.5}):
+        with pytest.raises(ValueError, match=f"line 0 has .*{next(iter(line))}"):
+            targets({}, line=line)
+    assert not caplog.records
+    harmless = {"id": 7, "source": "web", "lang": None}
+    targets({"name": "a", "score": 3}, {"score": 1}, line=harmless)
+    assert caplog.messages == [
+        "Keys that neither forgekit nor the chat template reads: "
+        '"score" (2), "id" (1), "source" (1).'
+    ]
+
+
+def test_the_last_turn_alone_needs_no_template_that_keeps_earlier_ones():
+    thought = {"role": "assistant", "content": "<think>2 + 2</think>Four."}
+    chat, tokenizer = [USER, thought, *MORE, USER], _tokenizer(FORGETFUL)
+    rows = chat_dataset([{"messages": chat}], tokenizer, 128, train_on="last")
+    ids, _, _ = next(_documents(rows))
+    assert ids == tokenizer.apply_chat_template(chat, return_dict=False)
+    assert _targets(rows, tokenizer) == ["Five.<|im_end|>"]
+    with pytest.raises(ValueError, match='train_on is \'first\'; it is one of "all", "last"'):
+        chat_dataset([{"messages": chat}], tokenizer, 128, train_on="first")
+
+
+THINKS = CHATML.replace("assistant\n{% endif %}", "assistant\n{{ empty }}{% endif %}")
+THINKS = THINKS.replace(
+    WORDS, "{% if m.role == 'assistant' %}{{ think }}{% endif %}{{ m.content }}"
+)
+THINKS = (
+    "{% set think = '<think></think>' %}{% set empty = '' if enable_thinking else think %}" + THINKS
+)
+
+
+@pytest.mark.parametrize("kind", ["messages", "completion", "chosen"])
+def test_options_of_a_line_and_of_all_lines_reach_the_template(kind):
+    tokenizer = _tokenizer(THINKS)
+    line = {"messages": [USER, ANSWER], "completion": [ANSWER], "chosen": [ANSWER]}
+    line = {kind: line[kind]} if kind == "messages" else {kind: line[kind], "prompt": [USER]}
+    read = chat_dataset
+    if kind == "chosen":
+        line, read = {**line, "rejected": [MORE[1]]}, preference_dataset
+
+    def rows(template=None, **options):
+        given = {"chat_template_kwargs": options} if options else {}
+        return read([{**line, **given}], tokenizer, 128, template=template)
+
+    off, on = rows({"enable_thinking": False}), rows({"enable_thinking": True})
+    assert _targets(off, tokenizer)[0] == "Four, I think.<|im_end|>"
+    assert _targets(on, tokenizer)[0] == "<think></think>Four, I think.<|im_end|>"
+    assert rows(enable_thinking=True).fingerprint == on.fingerprint != off.fingerprint
+    assert rows().fingerprint == rows({}).fingerprint == off.fingerprint
+    assert rows({"enable_thinking": False}, enable_thinking=True).fingerprint == on.fingerprint
+    both = [{**line, "chat_template_kwargs": {"enable_thinking": on}} for on in (True, False)]
+    thought = ["<think>" in text for text in _targets(read(both, tokenizer, 512), tokenizer)]
+    assert thought.count(True) == len(thought) // 2
+    with pytest.raises(ValueError, match='the chat template reads no "enable_thinkin", which'):
+        rows({"enable_thinkin": False})
+    with pytest.raises(ValueError, match=r"line 0 has \{'tokenize': True\} as options of the chat"):
+        rows(tokenize=True)
+
+
+TURNS = '"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": %s}]'
+ONE = "{" + TURNS % '"Four."' + "}\n"
+FOUR = "Four.<|im_end|>"
+FILES = {  # content of a file, and the targets of its documents or the refusal
+    "byte order mark": ("\ufeff" + ONE, [FOUR]),
+    "CRLF and blank lines": (f"\r\n{ONE.strip()}\r\n\r\n \n{ONE}", [FOUR, FOUR]),
+    "no newline at the end": (ONE.strip(), [FOUR]),
+    "line separators in a text": (ONE.replace("Four.", "a\u2028b\x85"), ["a\u2028b\x85<|im_end|>"]),
+    "escaped NUL": (ONE.replace("Four.", "a\\u0000b"), ["a\0b<|im_end|>"]),
+    "NUL": (ONE.replace("Four.", "a\0b"), "cannot be read as JSON: Invalid control"),
+    "half a character": (
+        ONE.replace("Four.", "\\ud83d"),
+        "cannot be read as JSON: .*utf-8",
+    ),
+    "twice a key": (ONE.replace("{", '{"messages": [], ', 1), 'the key "messages" stands twice'),
+    "NaN": (ONE.replace('Four."', 'Four.", "weight": NaN'), 'has nan as "weight"'),
+    "null content": ("{" + TURNS % "null" + "}", ["<|im_end|>"]),
+    "no content": (ONE.replace(', "content": "Four."', ""), ["<|im_end|>"]),
+    "empty turn": (ONE.replace("Four.", ""), ["<|im_end|>"]),
+    "white space around": (ONE.replace("Four.", " Four.\\n "), [" Four.\n <|im_end|>"]),
+    "no messages": ('{"messages": []}', "has no assistant's turn to train; its roles are nothing"),
+    "null messages": ('{"messages": null}', 'the keys "messages"; a line to train on'),
+    "no role": (ONE.replace('"role": "user", ', ""), 'messages hold .* under "role"'),
+}
+SAID = {  # turns, and the targets
+    "system in the middle": ("user assistant system user assistant", [2, 5]),
+    "assistant twice": ("user assistant assistant", [2, 3]),
+    "unknown role and tool": ("user critic assistant tool assistant user", [3, 5]),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_what_a_file_says_is_trained_or_refused(tmp_path, name):
+    content, wanted = FILES[name]
+    (tmp_path / "a.jsonl").write_bytes(content.encode())
+    tokenizer = _tokenizer(CHATML.replace(WORDS, "{{ m.content or '' }}"))
+    if isinstance(wanted, str):
+        with pytest.raises(ValueError, match=f"a.jsonl:1.*{wanted}"):
+            chat_dataset(tmp_path / "a.jsonl", tokenizer, 64)
+    else:
+        rows = chat_dataset(tmp_path / "a.jsonl", tokenizer, 64)
+        assert _targets(rows, tokenizer) == wanted
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_every_assistants_turn_is_trained_wherever_it_stands(name):
+    roles, wanted = SAID[name]
+    chat = [{"role": r, "content": f"<s>say {n}"} for n, r in enumerate(roles.split(), start=1)]
+    tokenizer = _tokenizer(CHATML)
+    rows = chat_dataset([{"messages": chat}], tokenizer, 256)
+    ids, _, _ = next(_documents(rows))
+    assert ids == tokenizer.apply_chat_template(chat, return_dict=False)
+    assert ids.count(tokenizer.bos_token_id) == len(chat)  # a token that a text holds is that token
+    assert _targets(rows, tokenizer) == ["".join(f"<s>say {n}<|im_end|>" for n in wanted)]
+
+
+def test_a_system_text_and_tools_of_a_line_are_rendered():
+    tokenizer, tools = _tokenizer(TOOLS), [{"name": "add"}]
+    chat = [USER, ANSWER]
+    system = [{"role": "system", "content": "Be brief."}, *chat]
+    cases = [({"messages": chat, "system": "Be brief."}, system, None)]
+    cases += [({"prompt": [USER], "completion": [ANSWER], "system": "Be brief."}, system, None)]
+    for same in (tools, json.dumps(tools), [json.dumps(tools[0])]):
+        cases += [({"messages": chat, "tools": same}, chat, tools)]
+    cases += [({"messages": chat, "tools": ""}, chat, None)]
+    for line, messages, described in cases:
+        rows = chat_dataset([line], tokenizer, 256)
+        ids, _, _ = next(_documents(rows))
+        assert ids == tokenizer.apply_chat_template(messages, tools=described, return_dict=False)
+        assert _targets(rows, tokenizer) == ["Four, I think.<|im_end|>"]
+    with pytest.raises(ValueError, match="line 0 has 'add' as tools, a text that is no JSON"):
+        chat_dataset([{"messages": chat, "tools": "add"}], tokenizer, 64)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_lines_are_read_from_every_kind_of_file_and_dataset(tmp_path):
+    import datasets
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    call = {"function": {"name": "add", "arguments": '{"a": 2}'}, "id": "x"}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    lines = [{"messages": [USER, ANSWER], "tools": '[{"name": "add"}]'}]
+    lines += [{"messages": [USER, called, {"role": "tool", "content": "4"}, MORE[1]]}]
+    tokenizer = _tokenizer(TOOLS)
+    plain = _write(tmp_path / "a.jsonl", *lines)
+    wanted = chat_dataset(plain, tokenizer, 256).fingerprint
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    with pa.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd") as compressed:
+        compressed.write(plain.read_bytes())
+    (tmp_path / "lines.json").write_bytes(plain.read_bytes())
+    (tmp_path / "array.json").write_text("\ufeff " + json.dumps(lines, indent=1))
+    table = pa.Table.from_pylist([{"tools": None, **line} for line in lines])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    dataset = datasets.Dataset(table)
+    dataset.save_to_disk(tmp_path / "saved")
+    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in (USER, ANSWER)]
+    parts[0]["content"] = [USER["content"][:5], {"type": "text", "text": USER["content"][5:]}]
+    turns = {"user": "human", "assistant": "gpt"}
+    shared = [{"from": turns[m["role"]], "value": m["content"]} for m in (USER, ANSWER)]
+    files = ["a.jsonl.gz", "a.jsonl.zst", "lines.json", "array.json", "a.parquet", "saved"]
+    others = (
+        [{**lines[0], "messages": parts}, lines[1]],
+        [
+            {"conversations": shared, "tools": lines[0]["tools"]},
+            lines[1],
+        ],
+    )
+    sources = [*(tmp_path / f for f in files), dataset, dataset.to_iterable_dataset(), *others]
+    for source in sources:
+        assert chat_dataset(source, tokenizer, 256).fingerprint == wanted, source
+    with pytest.raises(ValueError, match='the dataset has the splits "train"; pass one'):
+        chat_dataset(datasets.DatasetDict(train=dataset), tokenizer, 64)
+    (tmp_path / "array.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"array.json\[0\] is 1; each must be one JSON object"):
+        chat_dataset(tmp_path / "array.json", tokenizer, 64)
+    (tmp_path / "array.json").write_text("[1")
+    with pytest.raises(ValueError, match=r"array.json cannot be read as a JSON array: Expecting"):
+        chat_dataset(tmp_path / "array.json", tokenizer, 64)
+
+
 LONG = {"prompt": "a" * 99, "completion": "b"}
 PAIR = {"prompt": "a", "chosen": "b"}
 DROP = partial(chat_dataset, long="drop")
@@ -309,6 +598,13 @@ LINES = {
     "nothing is supervised: 0 examples of 1 lines.*1 dropped": (DROP, LONG),
     'has the keys "prompt", "chosen"; a preference': (preference_dataset, PAIR),
     r"a.jsonl:1 has \d+ tokens; a row has 16": (preference_dataset, PAIRS["messages"]),
+    'a.jsonl:1 has "images"; only text': (DROP, {"messages": [USER, ANSWER], "images": ["a.png"]}),
+    "hold .*'image_url'.* only parts of text": (
+        *(DROP, {"messages": [{**USER, "content": [{"type": "image_url"}]}, ANSWER]}),
+    ),
+    'hold .*\'function_call\'.* "from" may be "human", "gpt"': (
+        *(DROP, {"conversations": [{"from": "function_call", "value": "a"}]}),
+    ),
     "long is 'truncate'": (partial(preference_dataset, long="truncate"), LONG),
 }
 
