@@ -28,7 +28,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import attrs
 from cattrs import Converter
 
-from forgekit.checks import path_problem
+from forgekit.checks import parse_json, path_problem
 from forgekit.environment import end_launcher
 from forgekit.remote.urls import Url, is_url, path_or_url
 from forgekit.terminal import printable, tell_once
@@ -395,6 +395,9 @@ def _read_sequence(value: Any, kind: Any) -> Any:
 
 
 def _read_table(value: Any, kind: Any) -> dict[str, Any]:
+    if isinstance(value, str):  # a table as JSON writes it, which is no TOML
+        with suppress(ValueError):
+            value = parse_json(value)
     if not isinstance(value, Mapping):
         raise _mismatch(value, kind)
     inner = get_args(kind)[1] if get_args(kind) else Any

@@ -1,9 +1,8 @@
 """Train a model to prefer one answer to another (DPO), against a frozen reference; resumes.
 
-A line of the data is {"prompt": ..., "chosen": ..., "rejected": ...}, texts or messages. The
-reference is the model without its adapters, or a frozen copy of the base. With the log-ratio
-r = log p(answer) - log p_reference(answer), summed over the n scored tokens of an answer, and the
-margin m = beta * (r_chosen - r_rejected), a step trains the mean over the global batch's pairs of
+A line of the data is {"prompt": ..., "chosen": ..., "rejected": ...}, texts or messages. With the
+log-ratio r = log p(answer) - log p_reference(answer), summed over an answer's n scored tokens, and
+m = beta * (r_chosen - r_rejected), a step trains the mean over the global batch's pairs of
 
     sigmoid   -log(sigmoid(m))
     hinge     max(0, 1 - m)
@@ -96,8 +95,10 @@ def setup(config):
     """Build the state, the step and the data; no step is taken."""
     mesh, data = fk.build_mesh(config.mesh, device=config.device), config.data
     spec, is_copy = fk.huggingface_spec(config.base), config.reference == "model"
-    lines = {"template": data.template, "long": data.long, "held_out_every": data.held_out_every}
-    dataset = fk.data.preference_dataset(data.path, config.base, config.seq_len, **lines)
+    read = partial(fk.data.preference_dataset, template=data.template)
+    dataset = read(
+        data.path, config.base, config.seq_len, long=data.long, held_out_every=data.held_out_every
+    )
     fk.check_vocabulary(dataset, spec.vocab_size)
     reference = load(config, spec, mesh, False).requires_grad_(False) if is_copy else None
     model = load(config, spec, mesh, config.lora.rank > 0)
@@ -117,11 +118,10 @@ def setup(config):
 def train(config, run):
     """Evaluate, step, log, save, export; stop cleanly when asked to."""
     fk.run.check_new_directory(export=config.export, base=config.base)
-    built = setup(config)
+    built, check = setup(config), fk.bad_step_policy("raise")
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
     log = run.start(built, every=config.log_every, total=config.steps)
-    check = fk.bad_step_policy("raise")
     with log, loader, stop:
         for batches in groups:
             if built.held_out and fk.every(config.eval_every, state, last=config.steps):

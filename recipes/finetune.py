@@ -1,8 +1,7 @@
 """Fine-tune published weights on conversations, whole or through adapters; resumes by itself.
 
-The base is a Hugging Face directory with a tokenizer and, for messages, a chat template. A line of
-the data is {"messages": [...]} or {"prompt": ..., "completion": ...}; answers alone are trained. At
-the end the model is exported, its adapters merged; peft reads them from the run directory.
+The base is a Hugging Face directory. A line of the data is {"messages": [...]}, or {"prompt": ...,
+"completion": ...}; answers alone are trained. The end is an export, with its adapters merged.
 
 python finetune.py base=path/to/model data.path=chats.jsonl lora.rank=16 export=tuned
 torchrun --nproc-per-node 8 finetune.py base=path/to/model data.path=chats.jsonl precision=bf16
@@ -88,24 +87,26 @@ def setup(config):
     """Build the state, the step and the data; no step is taken."""
     mesh = fk.build_mesh(config.mesh, device=config.device)
     spec, data, lora = fk.huggingface_spec(config.base), config.data, config.lora
-    lines = {"template": data.template, "train_on": data.train_on, "long": data.long}
-    dataset = fk.data.chat_dataset(
-        data.path, config.base, config.seq_len, held_out_every=data.held_out_every, **lines
+    read = partial(fk.data.chat_dataset, train_on=data.train_on, template=data.template)
+    dataset = read(
+        data.path, config.base, config.seq_len, long=data.long, held_out_every=data.held_out_every
     )
     fk.check_vocabulary(dataset, spec.vocab_size)
     with torch.device("meta"):
         model = fk.Transformer(spec)
     if lora.rank or lora.base:
-        fk.add_lora(model, **attrs.asdict(lora))
+        rank, targets, base = lora.rank, lora.targets, lora.base
+        fk.add_lora(
+            model, rank=rank, alpha=lora.alpha, targets=targets, dropout=lora.dropout, base=base
+        )
     recompute = config.activation_checkpoint
     model = fk.parallelize(model, mesh, precision=config.precision, activation_checkpoint=recompute)
     fk.load_huggingface(model, config.base)
     optimizer = fk.adamw(model, weight_decay=config.optim.weight_decay)
     state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
     state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
-    lr, warmup = config.optim.lr, config.optim.warmup
+    lr, warmup, stop = config.optim.lr, config.optim.warmup, fk.StopSignal()
     schedule = fk.warmup_cosine(lr, warmup=warmup, total=config.steps, final=lr / 10)
-    stop = fk.StopSignal()
     step = fk.make_step(loss_fn, schedule=schedule, max_norm=1.0, stop=stop)
     batch_size = config.batch_size or fk.fitting_batch_size(config.global_batch_size, mesh)
     loader = fk.train_loader(state, dataset, batch_size)
@@ -116,11 +117,10 @@ def setup(config):
 def train(config, run):
     """Evaluate, step, log, save, export; stop cleanly when asked to."""
     fk.run.check_new_directory(export=config.export, base=config.base)
-    built = setup(config)
+    built, check = setup(config), fk.bad_step_policy("raise")
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
     log = run.start(built, every=config.log_every, total=config.steps)
-    check = fk.bad_step_policy("raise")
     with log, loader, stop:
         log.message(f"{config.data.path}: {loader.dataset.counts}")
         for batches in groups:

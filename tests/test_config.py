@@ -127,6 +127,7 @@ ACCEPTED = [
     ('tags=["a"]', {"tags": ("a",)}),
     ("sources.prose=0.3", {"sources": {"code": 0.7, "prose": 0.3}}),
     ("sources={prose=0.3} sources.law=1", {"sources": {"prose": 0.3, "law": 1.0}}),
+    ('sources={"prose":0.3,"law":1}', {"sources": {"prose": 0.3, "law": 1.0}}),
     ("phases=[{start=5,weights={a=1}}]", {"phases": (Phase(5, {"a": 1.0}),)}),
 ]
 

@@ -142,13 +142,15 @@ REFUSED = {
     "a run where a model is": ({"out": "bare"}, "error: bare holds a model, .* overwritten"),
     "a long conversation": ({"seq_len": 16}, "error: .* tokens; a row has 16 positions. Pass long"),
     "rows beyond the model": ({"seq_len": 257}, "error: seq_len 257 of the data is above max_seq"),
+    "no such option": ({"data.template": '{"x": false}'}, 'error: the chat template reads no "x"'),
     "four bits without adapters": ({"lora.base": "nf4"}, "error: 'rank' must be >= 1: 0"),
     "a base without a tokenizer": ({"base": "bare"}, "error: bare has no tokenizer that transf"),
 }
 NO_ADAPTERS = "error: Transformer has no adapters, .* reference=model"
 OF_DPO = {
     "no adapters to switch off": ({"lora.rank": 0}, NO_ADAPTERS),
-    **{name: REFUSED[name] for name in ("an export that is there", "rows beyond the model")},
+    **{name: REFUSED[name] for name in ("no such option", "an export that is there")},
+    "rows beyond the model": REFUSED["rows beyond the model"],
 }
 CASES = [*(("finetune", case) for case in REFUSED), *(("dpo", case) for case in OF_DPO)]
 
@@ -201,6 +203,32 @@ def test_an_export_that_fails_at_the_end_is_no_finished_run(base, tmp_path, monk
     assert status_of(out)["status"] == "finished"
     assert fk.huggingface_spec(tuned) == fk.huggingface_spec(base)
     assert len([row for row in rows_of(out) if "train/loss" in row]) == 2
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_run_goes_on_with_its_own_options_of_the_data_only(recipe, base, tmp_path, capsys):
+    import transformers
+
+    folder = tmp_path / "base"
+    shutil.copytree(base, folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = "{% if not quiet %}Answer.\n{% endif %}" + tokenizer.chat_template
+    tokenizer.save_pretrained(folder)
+    turns = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
+    line = {"messages": turns}
+    if recipe == "dpo":
+        line = {"prompt": turns[:1], "chosen": turns[1:2], "rejected": turns[3:]}
+    chats = tmp_path / "a.jsonl"
+    chats.write_text(f"{json.dumps(line)}\n" * 4)
+    settings = {"data.path": chats, "steps": 1, "global_batch_size": 2, "batch_size": 1}
+    given = command_line(recipe, folder, tmp_path / "run", **settings)
+    run_here(recipe, given)
+    last = ["data.train_on=last"] if recipe == "finetune" else []
+    for option in ("data.template.quiet=true", *last):
+        with pytest.raises(SystemExit) as stop:
+            run_here(recipe, [*given, option])
+        shown = capsys.readouterr().err
+        assert (stop.value.code, "other data" in shown) == (2, True), shown
 
 
 def _train(rank, world, recipe, given):
