@@ -58,13 +58,13 @@ def _base() -> str:
     return tokenizer.to_str()
 
 
-def _tokenizer(template: str | None, *, adds_start: bool = False, eos: str | None = "</s>"):
+def _tokenizer(template: str | None, *, adds: str = "$A", eos: str | None = "</s>"):
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer.from_str(_base())
-    if adds_start:
-        start = [("<s>", 0)]
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=start)
+    if adds != "$A":
+        ends = [("<s>", 0), ("</s>", 1)]
+        tokenizer.post_processor = processors.TemplateProcessing(adds, special_tokens=ends)
     special = {"bos_token": "<s>", "eos_token": eos, "pad_token": "</s>"}
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
     fast.chat_template = template
@@ -197,15 +197,19 @@ def test_what_cannot_be_proved_is_refused(message):
         _encode(CHATML.replace(text, other), messages)
 
 
-@pytest.mark.parametrize("adds_start", [False, True])
+@pytest.mark.parametrize("adds", ["$A", "<s> $A", "<s> $A </s>"])
 @pytest.mark.parametrize("prompt", ["Answer: ", "<s>Answer: ", ""])
-def test_a_completion_is_trained_with_its_end(adds_start, prompt):
-    tokenizer = _tokenizer(None, adds_start=adds_start)
-    example = ChatEncoder(tokenizer).completion("line:1", prompt, "Four.")
+@pytest.mark.parametrize("completion", ["Four.", "Four.</s>"])
+def test_a_completion_is_trained_with_its_end(adds, prompt, completion):
+    tokenizer = _tokenizer(None, adds=adds)
+    example = ChatEncoder(tokenizer).completion("line:1", prompt, completion)
     ids = example.ids.tolist()
-    assert ids.count(tokenizer.bos_token_id) == (adds_start or "<s>" in prompt)
+    assert ids.count(tokenizer.bos_token_id) == ("<s>" in adds or "<s>" in prompt)
     assert (ids[-1], ids.count(tokenizer.eos_token_id)) == (tokenizer.eos_token_id, 1)
     assert _trained_text(tokenizer, example).lstrip() == "Four.</s>"
+    chat = [USER, ANSWER]  # what a tokenizer adds is not added to what a template writes
+    (example,) = ChatEncoder(_tokenizer(INSTRUCT, adds=adds)).conversation("line:1", chat)
+    assert example.ids.tolist() == _tokenizer(INSTRUCT).apply_chat_template(chat, return_dict=False)
     with pytest.raises(ValueError, match="no eos_token"):
         ChatEncoder(_tokenizer(None, eos=None)).completion("line:1", prompt, "Four.")
 
@@ -261,6 +265,8 @@ def test_lines_are_held_out_and_the_fingerprint_is_of_the_rows(tmp_path):
 @pytest.mark.parametrize("length", [8, 26])
 def test_a_long_example_is_cut_dropped_or_refused(tmp_path, length):
     tokenizer = _tokenizer(CHATML)
+    tokenizer.backend_tokenizer.enable_truncation(4)  # which is for generation
+    tokenizer.model_max_length = 4
     line = {"messages": [USER, ANSWER, *MORE]}
     (example,) = ChatEncoder(tokenizer).conversation("", line["messages"])
     short = {"prompt": "a", "completion": "b"}
@@ -364,6 +370,7 @@ def test_arguments_as_json_are_those_of_the_object(write, kind):
 
 BOTH = ["Four, I think.<|im_end|>", "Five.<|im_end|>"]
 SPELLINGS = ["weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight"]
+SPELLINGS += ["loss_scale"]
 
 
 def test_flags_say_which_turns_are_targets_and_others_are_refused(caplog):
