@@ -303,10 +303,14 @@ def _json(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
 def _rows(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a parquet file."""
     parquet, number = require("pyarrow.parquet", extra="hf"), itertools.count()
-    with parquet.ParquetFile(file if isinstance(file, Path) else file.open()) as opened:
-        for batch in opened.iter_batches(ROWS_AT_ONCE):
-            for row in batch.to_pylist():
-                yield f"{file}[{next(number)}]", _without_nulls(row)
+    try:
+        with parquet.ParquetFile(file if isinstance(file, Path) else file.open()) as opened:
+            for batch in opened.iter_batches(ROWS_AT_ONCE):
+                for row in batch.to_pylist():
+                    yield f"{file}[{next(number)}]", _without_nulls(row)
+    except require("pyarrow", extra="hf").ArrowException as error:
+        problem = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"{file} cannot be read: {problem}. Write it again.") from None
 
 
 def _without_nulls(value: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from datetime import datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -213,7 +213,7 @@ class ChatEncoder:
         numbers: list[int] = []
         for n, message in enumerate(messages if isinstance(messages, list) else [messages]):
             clean.append(_message(name, message))
-            is_target = _is_target(f"{name}: message {n}", message, clean[n]["role"])
+            is_target = _is_target(f"{name}: message {n}", message, clean[n]["role"], self._words)
             if n >= first and is_target and clean[n]["role"] == "assistant":
                 numbers.append(n)
             known = READ | (REASONING if REASONING & self._words else set())
@@ -368,8 +368,9 @@ def flag_of(name: str, holder: Mapping[str, Any], keys: Iterable[str] = FLAGS) -
     return all(bool(value) != (key == "masked") for key, value in given.items()) if given else None
 
 
-def _is_target(name: str, message: Mapping[str, Any], role: str) -> bool:
-    if unknown := [k for k in message if k not in FLAGS and re.search("mask|loss|weight|train", k)]:
+def _is_target(name: str, message: Mapping[str, Any], role: str, words: Set[str]) -> bool:
+    unread = (k for k, v in message.items() if v is not None and k not in words.union(FLAGS))
+    if unknown := [key for key in unread if re.search("(^|_)(mask|loss|weight|train)", key)]:
         raise ValueError(
             f"{name} has {quoted(unknown)}, which may say what is trained, and is not known here. "
             f"Write {quoted(FLAGS)}, or remove the key."
@@ -402,6 +403,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
             f"{quoted(ROLES)}."
         )
     if calls := decoded(name, "tool_calls", kept.get("tool_calls")):
+        calls = calls if isinstance(calls, list) else [calls]
         kept["tool_calls"] = [_call(call, partial(_arguments, name)) for call in calls]
     return kept
 

@@ -151,6 +151,18 @@ def test_words_beside_a_tool_call_are_proved_whatever_stood_in_lines_before(sile
         encoder.conversation("line:2", [USER, {**CALL, "content": "Let me see."}])
 
 
+def test_each_line_is_proved_with_its_own_options_and_flags():
+    count = "<|im_end|>{% if loud and loop.index0 == 3 %}{{ m.content | length }}{% endif %}"
+    encoder = ChatEncoder(_tokenizer(CHATML.replace("<|im_end|>", count)))
+    chat = [USER, ANSWER, *MORE]
+    untrained = [*chat[:3], {**chat[3], "weight": 0}]
+    encoder.conversation("line:1", chat)
+    encoder.conversation("line:2", untrained, options={"loud": True})
+    with pytest.raises(ValueError, match="line:3: other words in message 3 also change"):
+        encoder.conversation("line:3", chat, options={"loud": True})
+    encoder.conversation("line:4", chat, options='{"loud": false}')
+
+
 def test_a_template_that_forgets_reasoning_is_refused_or_rendered_turn_by_turn():
     thought = {"role": "assistant", "content": "<think>2 + 2</think>Four."}
     chat = [USER, thought, *MORE]
@@ -417,12 +429,13 @@ def test_flags_say_which_turns_are_targets_and_others_are_refused(caplog):
     for line in ({"weight": 0}, {"mask_prompt": False}, {"train_on_inputs": True}, {"weight": 0.5}):
         with pytest.raises(ValueError, match=f"line 0 has .*{next(iter(line))}"):
             targets({}, line=line)
+    assert targets({"mask": None, "step_loss_mask": None}) == "".join(BOTH)
     assert not caplog.records
     harmless = {"id": 7, "source": "web", "lang": None}
-    targets({"name": "a", "score": 3}, {"score": 1}, line=harmless)
+    targets({"name": "a", "score": 3}, {"score": 1, "constraint": 1}, line=harmless)
     assert caplog.messages == [
         "Keys that neither forgekit nor the chat template reads: "
-        '"score" (2), "id" (1), "source" (1).'
+        '"score" (2), "constraint" (1), "id" (1), "source" (1).'
     ]
 
 
@@ -554,8 +567,9 @@ def test_lines_are_read_from_every_kind_of_file_and_dataset(tmp_path):
     import pyarrow as pa
     import pyarrow.parquet
 
-    call = {"function": {"name": "add", "arguments": '{"a": 2}'}, "id": "x"}
-    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    calls = [{"function": {"name": "add", "arguments": {"a": 2}}, "id": "x"}]
+    calls += [{"function": {"name": "negate", "arguments": {"b": 2}}, "id": "y"}]
+    called = {"role": "assistant", "content": None, "tool_calls": calls}
     lines = [{"messages": [USER, ANSWER], "tools": '[{"name": "add"}]'}]
     lines += [{"messages": [USER, called, {"role": "tool", "content": "4"}, MORE[1]]}]
     tokenizer = _tokenizer(TOOLS)
@@ -585,6 +599,11 @@ def test_lines_are_read_from_every_kind_of_file_and_dataset(tmp_path):
     sources = [*(tmp_path / f for f in files), dataset, dataset.to_iterable_dataset(), *others]
     for source in sources:
         assert chat_dataset(source, tokenizer, 256).fingerprint == wanted, source
+    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    with pytest.raises(
+        ValueError, match=r"a.parquet cannot be read: Parquet magic bytes not found"
+    ):
+        chat_dataset(tmp_path / "a.parquet", tokenizer, 64)
     with pytest.raises(ValueError, match='the dataset has the splits "train"; pass one'):
         chat_dataset(datasets.DatasetDict(train=dataset), tokenizer, 64)
     (tmp_path / "array.json").write_text("[1]")
