@@ -16,6 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from forgekit.data.token_files import HELD_OUT
 from forgekit.hashing import tokenizer_of
+from forgekit.model.vocabulary import tokens_of
 from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
 from forgekit.steps.audit.positions import check_positions
@@ -164,7 +165,7 @@ def _check_tokenizers(state: TrainState, sets: Mapping[str, Any], trained_on: An
     """Refuse sets whose ids mean something else than the model's, as far as they say so."""
     # Of our own models and of those of transformers; others may not say it.
     sizes = getattr(state.model, "spec", None) or getattr(state.model, "config", None)
-    vocabulary = getattr(sizes, "vocab_size", None)
+    vocabulary = tokens_of(sizes)
     used: dict[str, str] = {}  # checksum of each tokenizer -> what it was used for
     datasets = {f"set {name!r}" if name else "the set": one for name, one in sets.items()}
     for where, one in {"the training data": trained_on, **datasets}.items():

@@ -23,6 +23,7 @@ from forgekit.mesh import process_rank
 from forgekit.model.batch_invariant import linear_by_tile, log_probs_of
 from forgekit.model.initial import seed_of
 from forgekit.model.key_value_cache import NewPositions, cache_sockets, is_batch_invariant
+from forgekit.model.vocabulary import tokens_of
 from forgekit.parallel.agreement import exchange, raise_together
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.parallel.layout import full
@@ -430,7 +431,7 @@ def _rows(prompts: Any, *, may_be_empty: bool) -> list[Tensor]:
 
 def _check_ids(model: Any, rows: list[Tensor]) -> None:
     """Raise if a prompt holds an id that a model which says its vocabulary has not."""
-    vocab_size = getattr(getattr(model, "spec", None), "vocab_size", None)
+    vocab_size = tokens_of(getattr(model, "spec", None))
     if rows and vocab_size is not None:
         smallest, largest = (int(end) for end in torch.cat(rows).aminmax())
         if smallest < 0 or largest >= vocab_size:

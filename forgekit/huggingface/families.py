@@ -112,6 +112,7 @@ class Family:
         kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
         return TransformerSpec(
             vocab_size=config["vocab_size"],
+            unpadded_vocab_size=config["vocab_size"],
             dim=dim,
             layers=config["num_hidden_layers"],
             heads=heads,
@@ -219,8 +220,9 @@ def compare_specs(stored: TransformerSpec, built: TransformerSpec) -> list[str]:
 
 def _computed(spec: TransformerSpec) -> dict[str, Any]:
     """What a spec computes, by name."""
-    names = ("vocab_size", "dim", "layers", "heads", "kv_heads", "channels", "qk_norm", "tied")
+    names = ("tokens", "dim", "layers", "heads", "kv_heads", "channels", "qk_norm", "tied")
     values = {name: getattr(spec, name) for name in (*names, "norm_eps")}
+    values = {"vocab_size": values.pop("tokens"), **values}
     values |= write_rope(spec.rope_theta, spec.rope_scaling)["rope_parameters"]
     if spec.rope_scaling is not None:
         values["attention_factor"] = spec.rope_scaling.magnitude
@@ -260,10 +262,11 @@ def rules(family: Family, spec: TransformerSpec, rows: int) -> Iterator[Rule]:
         rows: Tokens on disk.
     """
     block, layer = "model.layers.*", "layers.*"
-    yield pad(rename("embedding.weight", "model.embed_tokens.weight"), rows)
+    tokens = spec.tokens
+    yield pad(rename("embedding.weight", "model.embed_tokens.weight"), rows, tokens=tokens)
     yield rename("norm.weight", "model.norm.weight")
     if not spec.tied:
-        yield pad(rename("output.weight", "lm_head.weight"), rows)
+        yield pad(rename("output.weight", "lm_head.weight"), rows, tokens=tokens)
     for name, key in {**BLOCK, **(QK_NORM if spec.qk_norm else {})}.items():
         yield rename(f"{layer}.{name}.weight", f"{block}.{key}.weight")
     if len(spec.routed) < spec.layers:

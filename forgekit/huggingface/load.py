@@ -7,7 +7,7 @@ copies the boxes that its shards need, straight into them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ from forgekit.tensors import box_of, local, named_tensors
 
 IGNORED = ".rotary_emb.inv_freq"
 """End of names that old directories hold and nobody reads: computed from config.json."""
+ROWS = 4096
+"""Rows of a table that are read at a time where their mean is asked for."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -80,10 +82,11 @@ def load_huggingface(
     """Read the weights of a Hugging Face directory into a model, in place.
 
     The model may be laid out in any way; then every rank calls it. Values are cast to the dtype
-    that they have in the model. Rows of a padded vocabulary become zero; what a ``Transformer`` has
-    besides its own parameters, such as adapters, stays; but magnitudes of DoRA whose adapter has
-    not learned yet become the lengths of the rows that were read. Everything is checked before the
-    first change: a directory that is refused leaves the model as it was.
+    that they have in the model. Rows of tokens that the directory has not become the mean of its
+    rows, and those of padding zero. What a ``Transformer`` has besides its own parameters, such as
+    adapters, stays; but magnitudes of DoRA whose adapter has not learned yet become the lengths of
+    the rows that were read. Everything is checked before the first change: a directory that is
+    refused leaves the model as it was.
 
     Args:
         model: What ``parallelize`` returned, or a plain model.
@@ -139,6 +142,11 @@ def name_map(family: Family, spec: TransformerSpec, rows: int) -> NameMap:
         return NameMap(rules(family, spec, rows), Transformer(spec))
 
 
+def unpadded(spec: TransformerSpec, rows: int) -> TransformerSpec:
+    """The spec of the same model with ``rows`` tokens and no padding."""
+    return attrs.evolve(spec, vocab_size=rows, unpadded_vocab_size=None)
+
+
 def check_stored(names: NameMap, stored: Mapping[str, Stored], where: Path) -> None:
     """Compare what a directory holds with what a model needs.
 
@@ -169,11 +177,15 @@ def held_parts(tensors: Mapping[str, Tensor], names: NameMap) -> Iterator[tuple[
         The name on disk, where in that tensor it is, and a view of the values, laid out as there.
     """
     for name, tensor in tensors.items():
-        starts_and_sizes = zip(*box_of(tensor), strict=True)
-        box = tuple((start, start + size) for start, size in starts_and_sizes)
+        box = _ranges(tensor)
         for part in names.parts.get(name, ()):
             if (overlap := _overlap(local(tensor), box, part)) is not None:
                 yield (part.key, *overlap)
+
+
+def _ranges(tensor: Tensor) -> Box:
+    """Where in the whole tensor this rank's part is."""
+    return tuple((start, start + size) for start, size in zip(*box_of(tensor), strict=True))
 
 
 def _check(
@@ -222,9 +234,9 @@ def _names_of(model: nn.Module, path: Path) -> NameMap:
     spec = model.spec
     family = family_of(config)
     stored = family.read(config, spec.max_seq_len)
-    rows = stored.vocab_size  # of a padded vocabulary the first ones
-    unpadded = attrs.evolve(spec, vocab_size=rows) if spec.vocab_size > rows else spec
-    if different := compare_specs(stored, unpadded):
+    rows = stored.tokens  # the first ones: new tokens and padding follow
+    here = spec if spec.tokens < rows else unpadded(spec, rows)
+    if different := compare_specs(stored, here):
         raise CheckpointError(
             f"{path} is of another model: {', '.join(different)}. Build it with "
             "forgekit.huggingface_spec(directory)."
@@ -239,8 +251,11 @@ def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str
     plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
     for name, rows in names.padded.items():
         if name in plain and local(plain[name]).numel():
-            start = box_of(plain[name])[0][0]
-            local(plain[name])[max(rows - start, 0) :].zero_()
+            (start, stop), *columns = _ranges(plain[name])
+            others = local(plain[name])[max(rows - start, 0) :].zero_()
+            if max(rows, start) < min(names.tokens[name], stop):
+                new = others[: names.tokens[name] - max(rows, start)]
+                new.copy_(_mean_row(names.parts[name], stored, rows, columns))
     boxes: dict[Path, list[tuple[str, Box, Tensor]]] = {}
     for part in held_parts(plain, names):
         boxes.setdefault(stored[part[0]].file, []).append(part)
@@ -257,6 +272,23 @@ def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str
         whole = torch.empty(shape, dtype=stored[parts[0].key].dtype)
         read_into({name: whole}, names, stored)
         copy_full(tensor, whole)
+
+
+def _mean_row(
+    parts: Sequence[Part], stored: Mapping[str, Stored], rows: int, columns: Sequence[Any]
+) -> Tensor:
+    """Mean of the rows on disk in float64, of a range of their columns; read a few at a time."""
+    shape = [stop - start for start, stop in columns]
+    total = torch.zeros(shape, dtype=torch.float64)
+    for start in range(0, rows, ROWS):
+        stop = min(start + ROWS, rows)
+        some = torch.empty(stop - start, *shape, dtype=stored[parts[0].key].dtype)
+        for part in parts:
+            if (overlap := _overlap(some, ((start, stop), *columns), part)) is not None:
+                with reading(stored[part.key].file) as file:
+                    overlap[1].copy_(view_of(file, part.key, overlap[0]))
+        total += some.double().sum(0)
+    return total / rows
 
 
 def _overlap(values: Tensor, box: Box, part: Part) -> tuple[Box, Tensor] | None:

@@ -40,6 +40,7 @@ class Rule:
         is_transposed: Whether the last two dimensions are swapped on disk.
         dtype: On disk; the model's if None.
         rows: Rows that are on disk, the first ones; all if None.
+        tokens: Rows up to which others are new tokens: when read, the mean of those on disk.
     """
 
     names: tuple[str, ...]
@@ -49,6 +50,7 @@ class Rule:
     is_transposed: bool = False
     dtype: torch.dtype | None = None
     rows: int | None = None
+    tokens: int = 0
 
 
 def rename(name: str, key: str) -> Rule:
@@ -109,9 +111,12 @@ def cast(rule: Rule, dtype: torch.dtype) -> Rule:
     return attrs.evolve(rule, dtype=dtype)
 
 
-def pad(rule: Rule, rows: int) -> Rule:
-    """Find only the first rows on disk; the others are zero when read, and are not written."""
-    return attrs.evolve(rule, rows=rows)
+def pad(rule: Rule, rows: int, *, tokens: int = 0) -> Rule:
+    """Find only the first rows on disk; the others are not written.
+
+    When read, rows below ``tokens`` become the mean of those on disk, and the others zero.
+    """
+    return attrs.evolve(rule, rows=rows, tokens=tokens)
 
 
 def leave_out(name: str) -> Rule:
@@ -158,6 +163,7 @@ class NameMap:
         names: Names in the model of what it is made of, by name on disk.
         dtypes: Dtype of those that have their own on disk.
         padded: Rows that are on disk of tensors with more, by name in the model.
+        tokens: Rows of those that are tokens, by name in the model.
 
     Raises:
         ValueError: If a tensor is found by no rule or by two, a rule finds none, two tensors want
@@ -171,12 +177,14 @@ class NameMap:
         self.names: dict[str, list[str]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
         self.padded: dict[str, int] = {}
+        self.tokens: dict[str, int] = {}
         for name, rule, stars in _matches(tuple(rules), tensors):
             self.parts[name] = list(_parts_of(name, rule, stars, tensors))
             for part in self.parts[name]:
                 self._take(part, rule)
             if rule.rows is not None:
                 self.padded[name] = rule.rows
+                self.tokens[name] = rule.tokens
 
     def _take(self, part: Part, rule: Rule) -> None:
         """Note what is on disk, and refuse what other values have been put there already."""

@@ -19,7 +19,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -42,6 +41,7 @@ from forgekit.huggingface.load import (
     load_huggingface,
     name_map,
     read_config,
+    unpadded,
 )
 from forgekit.huggingface.names import Box, NameMap
 from forgekit.huggingface.safetensors_files import (
@@ -213,19 +213,20 @@ def _describe(
     spec: TransformerSpec, family: Family | None, base: dict[str, Any], tokens: int | None
 ) -> tuple[NameMap, dict[str, Any]]:
     """The names and the configuration of a ``Transformer``, its vocabulary without padding."""
-    rows = spec.vocab_size
+    rows = spec.tokens
     if tokens is not None and tokens > rows:
         raise CheckpointError(
-            f"the tokenizer has {tokens} tokens and the model {rows} rows for them."
+            f"the tokenizer has {tokens} tokens and the model {rows} rows for them. Train rows of "
+            f"new tokens: unpadded_vocab_size={tokens} in the model's spec."
         )
-    if 0 < base.get("vocab_size", rows) < rows:
+    if spec.unpadded_vocab_size is None and 0 < base.get("vocab_size", rows) < rows:
         rows = max(base["vocab_size"], tokens or 0)
     if base and family is None:
         family = family_of(base)  # raises: it is of none
     reasons = []
     for one in FAMILIES if family is None else [family]:
         try:
-            config = one.write(attrs.evolve(spec, vocab_size=rows))
+            config = one.write(unpadded(spec, rows))
         except ValueError as error:
             reasons.append(str(error))
         else:

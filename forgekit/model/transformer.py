@@ -13,7 +13,6 @@ from typing import Any
 
 import attrs
 import torch
-import torch.nn.functional as F
 from attrs import field
 from attrs.validators import ge, gt, lt, optional
 from torch import Tensor, nn
@@ -36,6 +35,7 @@ from forgekit.model.moe import MoE
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.rope_scaling import RopeScaling
 from forgekit.model.routing import Routing, check_choices
+from forgekit.model.vocabulary import logits_of, on_tokens
 from forgekit.tensors import wide
 
 INITIAL_STD = 0.02
@@ -78,12 +78,25 @@ def _check_moe(spec: TransformerSpec, _field: Any, moe: MoESpec | None) -> None:
         )
 
 
+def _check_rows(spec: TransformerSpec, _field: Any, tokens: int | None) -> None:
+    if tokens is not None and tokens > spec.vocab_size:
+        raise ValueError(
+            f"unpadded_vocab_size {tokens} is above vocab_size {spec.vocab_size}, and each token "
+            "has a row. Raise vocab_size to it or above."
+        )
+
+
+def _values(spec: TransformerSpec) -> tuple[Any, ...]:
+    same = attrs.evolve(spec, unpadded_vocab_size=spec.tokens)
+    return attrs.astuple(same, recurse=False)
+
+
 @attrs.frozen(kw_only=True)
 class TransformerSpec:
     """Sizes of a ``Transformer``.
 
     Attributes:
-        vocab_size: Number of token ids, ``v``.
+        vocab_size: Rows of the embedding and of the output projection, ``v``.
         dim: Width of the residual stream, ``d``.
         layers: Number of blocks.
         heads: Query heads, ``h``; divides ``dim`` where ``head_dim`` is None.
@@ -98,6 +111,8 @@ class TransformerSpec:
         moe: Experts in place of feed-forwards; None for a dense model.
         head_dim: Channels per head, ``c``; ``dim / heads`` if None.
         rope_scaling: Of rotary frequencies for longer sequences; None for none.
+        unpadded_vocab_size: Rows that are tokens, the first ones; all if None. The others are
+            padding: they take part in no softmax.
     """
 
     vocab_size: int = field(validator=ge(1))
@@ -115,6 +130,19 @@ class TransformerSpec:
     moe: MoESpec | None = field(default=None, validator=_check_moe)
     head_dim: int | None = field(default=None, validator=(optional(ge(1)), _check_channels))
     rope_scaling: RopeScaling | None = None
+    unpadded_vocab_size: int | None = field(default=None, validator=(optional(ge(1)), _check_rows))
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both compute the same: without padding it does not matter how that is said."""
+        return type(other) is type(self) and _values(self) == _values(other)
+
+    def __hash__(self) -> int:
+        return hash(_values(self))
+
+    @property
+    def tokens(self) -> int:
+        """Number of token ids, the rows that are no padding."""
+        return self.unpadded_vocab_size or self.vocab_size
 
     @property
     def channels(self) -> int:
@@ -193,6 +221,8 @@ class Transformer(nn.Module):
             head: ``head(hidden, weight)`` in place of the output projection, with ``hidden``
                 ``[b s d]`` and ``weight`` ``[v d]``, for example a chunked loss. A model that is
                 ``batch_invariant`` passes that on to a head that takes an argument of this name.
+                Rows of padding are cut off before. Where ranks share the vocabulary they are
+                gathered for that, unless the head takes ``vocab_size``, the number of tokens.
             targets: ``[b s]`` bool, where the routers' auxiliary losses are summed; on every
                 position that is no padding if None. Without effect on a dense model.
             replay: ``[b s k]`` int experts by layer, such as ``"layers.0.feed_forward"``: used in
@@ -200,7 +230,7 @@ class Transformer(nn.Module):
             routing: What ``accumulate`` gives each call: the loss scale, and where to note counts.
 
         Returns:
-            ``[b s v]`` logits, or what ``head`` returned.
+            ``[b s v]`` logits of all tokens, or what ``head`` returned.
 
         Raises:
             ValueError: If the sequence is longer than ``max_seq_len``, or ``replay`` is none for
@@ -225,9 +255,11 @@ class Transformer(nn.Module):
         x = rows_by_tile(self.norm, x) if self.batch_invariant else self.norm(x)
         weight = self.embedding.weight if self.output is None else weight_of(self.output)
         if head is None:
-            head = linear_by_tile if self.batch_invariant else F.linear
+            head = linear_by_tile if self.batch_invariant else logits_of
         elif self.batch_invariant:
             head = telling(head)
+        if self.spec.tokens < self.spec.vocab_size:
+            head = on_tokens(head, self.spec.tokens)
         return head(x, weight)
 
     @property

@@ -30,6 +30,7 @@ from forgekit.huggingface.safetensors_files import reading, same_bits
 from forgekit.lora.adapters import reshard
 from forgekit.model.initial import copy_full
 from forgekit.model.lora import adapter_names, check_unmerged
+from forgekit.model.vocabulary import tokens_of
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.ranks import CheckpointError, all_ranks, explain, ranks_sharing
 from forgekit.rollouts.sources import LOOK_S
@@ -251,7 +252,7 @@ def probe_log_probs(model: nn.Module, ids: Tensor) -> tuple[Tensor, float]:
 def _draw(model: nn.Module, version: int) -> Tensor:
     """Token ids for a probe; others for each version."""
     described = getattr(model, "spec", None) or getattr(model, "config", None)
-    rows = getattr(described, "vocab_size", None)
+    rows = tokens_of(described)
     if rows is None:
         raise ValueError(
             f"{type(model).__name__} does not say its vocab_size, so no probe can be drawn. Pass "

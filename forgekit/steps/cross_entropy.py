@@ -122,7 +122,12 @@ def _without_masked(is_target: Tensor, gradient: Tensor | None) -> Tensor | None
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float = 0.0
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    z_loss: float = 0.0,
+    *,
+    vocab_size: int | None = None,
 ) -> Loss:
     """Cross-entropy of ``hidden @ weight.T`` without ever holding all logits.
 
@@ -136,6 +141,7 @@ def linear_cross_entropy(
             ranks compute with their own rows of it.
         labels: ``[...]`` signed int, already shifted; -100 where there is no target.
         z_loss: Weight of the squared log-partition.
+        vocab_size: Rows of the weight that are tokens, the first ones; all if None.
 
     Returns:
         ``Loss``, as ``cross_entropy(hidden @ weight.T, labels, z_loss)``.
@@ -146,7 +152,7 @@ def linear_cross_entropy(
     """
     check_projection(hidden, weight, labels)
     backward = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    hidden, weight, columns = take_projection(hidden, weight)
+    hidden, weight, columns = take_projection(hidden, weight, vocab_size)
     function = _LinearCrossEntropy
     total, losses = apply_to_rows(function, hidden, weight, labels, z_loss, backward, columns)
     return _loss_of(total, losses, labels != IGNORED, is_nll=not z_loss)
@@ -255,6 +261,7 @@ def _take_shared_chunk(
 ) -> tuple[Tensor, Tensor]:
     """The same of a rank's part of the vocabulary, in one collective; all find the same losses."""
     dtype = logits.dtype
+    mask_padding_(logits, columns)
     column, is_here = find_columns(labels, is_target, logits.shape[1], columns)
     rows, exponentials = measure_rows(logits.to(wide(dtype)), column, is_here)
     del logits
@@ -320,7 +327,7 @@ class Columns:
     Attributes:
         mesh: The ranks that share the vocabulary, a mesh of one dimension.
         first: Token id of the first column here.
-        vocab_size: Columns on all ranks, ``v``.
+        vocab_size: Tokens on all ranks; columns above are padding.
     """
 
     mesh: DeviceMesh
@@ -328,7 +335,9 @@ class Columns:
     vocab_size: int
 
 
-def take_projection(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Columns | None]:
+def take_projection(
+    hidden: Tensor, weight: Tensor, vocab_size: int | None = None
+) -> tuple[Tensor, Tensor, Columns | None]:
     """Take hidden states and this rank's rows of the projection, plain tensors.
 
     Gradients find their way back by placements: each rank's columns give a part of the gradient
@@ -337,6 +346,7 @@ def take_projection(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Col
     Args:
         hidden: ``[... d]``; if it is plain, the same on all ranks.
         weight: ``[v d]``.
+        vocab_size: Rows that are tokens, the first ones; all if None.
 
     Returns:
         ``[... d]``, and ``[v/tp d]`` with its columns where the vocabulary is shared; else
@@ -347,8 +357,19 @@ def take_projection(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Col
     """
     columns = _columns(weight)
     if columns is None or not isinstance(weight, DTensor):
-        return full(hidden), full(weight), None
+        weight = full(weight)
+        return full(hidden), weight if vocab_size is None else weight[:vocab_size], None
+    if vocab_size is not None:
+        columns = attrs.evolve(columns, vocab_size=vocab_size)
     return take_whole(hidden, columns.mesh), weight.to_local(), columns
+
+
+def mask_padding_(logits: Tensor, columns: Columns | None) -> None:
+    """Take columns of padding out of a rank's logits, ``[n v]``, in place."""
+    width = logits.shape[1]
+    tokens = width if columns is None else columns.vocab_size - columns.first
+    if tokens < width:
+        logits[:, max(tokens, 0) :] = -math.inf
 
 
 def measure_rows(logits: Tensor, column: Tensor, is_here: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,7 @@ from forgekit.steps.cross_entropy import (
     chunk_rows,
     combine_rows,
     find_columns,
+    mask_padding_,
     measure_rows,
     take_projection,
 )
@@ -45,6 +46,7 @@ def linear_log_probs(
     *,
     entropy: bool = False,
     batch_invariant: bool = False,
+    vocab_size: int | None = None,
 ) -> Any:
     """Log-probabilities of labels under ``softmax(hidden @ weight.T / temperature)``.
 
@@ -61,6 +63,7 @@ def linear_log_probs(
         entropy: Whether to return the entropy of each position too.
         batch_invariant: Whether log-probabilities are to be bit for bit those that ``generate``
             returns of a model that is ``batch_invariant``; as a head of such a model it is told.
+        vocab_size: Rows of the weight that are tokens, the first ones; all if None.
 
     Returns:
         ``[...]`` natural logarithms in float32 or wider, 0 where the label is -100. With
@@ -82,7 +85,7 @@ def linear_log_probs(
             f"temperature is {temperature}; it must be positive and finite, and at least "
             f"{LEAST_TEMPERATURE}."
         )
-    hidden, weight, columns = take_projection(hidden, weight)
+    hidden, weight, columns = take_projection(hidden, weight, vocab_size)
     if batch_invariant and columns is not None:
         refuse_batch_invariant("ranks share its vocabulary")
     options = (temperature, columns, entropy, batch_invariant)
@@ -109,6 +112,7 @@ class _LinearLogProbs(Function):
         sampled = hidden.new_empty(len(hidden), dtype=parts.dtype) if batch_invariant else None
         for rows in _chunks(hidden, weight):
             logits = _logits(hidden[rows], weight, temperature, by_tile=batch_invariant)
+            mask_padding_(logits, columns)
             column, is_here = find_columns(labels[rows], is_target[rows], logits.shape[1], columns)
             if sampled is not None:
                 sampled[rows] = log_probs_of(logits).gather(1, column)[:, 0]
@@ -141,6 +145,7 @@ class _LinearLogProbs(Function):
         grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if needs_weight else None
         for rows in _chunks(hidden, weight):
             log_p = _logits(hidden[rows], weight, ctx.temperature).sub_(log_z[rows, None])
+            mask_padding_(log_p, ctx.columns)
             column, is_here = find_columns(
                 labels[rows], is_target[rows], log_p.shape[1], ctx.columns
             )

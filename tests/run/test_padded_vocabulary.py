@@ -1,0 +1,223 @@
+"""Rows of padding are in no softmax, those of new tokens start at the mean: as in transformers."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import attrs
+import pytest
+import torch
+import torch.nn.functional as F
+from lab import Watch, full, lay_out, mean_gradients
+from pool import run_again
+from run.huggingface_models import load, make_model, some_ids
+from tensordict import TensorDict
+
+import forgekit as fk
+
+VOCAB = 31
+IDS = some_ids(shape=(2, 25))
+X, LABELS = IDS[:, :-1], IDS[:, 1:].clone()
+LABELS[0, 3:9] = -100
+
+
+def save(folder, tied):
+    """A model of transformers in float64, whose logits lie far below those of rows of zeros."""
+    theirs = make_model("Llama tied" if tied else "Llama", torch.float64)
+    if not tied:
+        with torch.no_grad():
+            theirs.model.norm.weight[0] = 9.0
+            theirs.model.embed_tokens.weight[:, 0] += 2.0
+            theirs.lm_head.weight[:, 0] -= 1.0
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+def reference(theirs):
+    """Loss, log-probabilities, entropies and gradients of transformers, by our names."""
+    logits = theirs(X).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), LABELS.flatten(), reduction="sum")
+    loss.backward()
+    likely = (logits / 0.7).log_softmax(-1)
+    mask = LABELS == -100
+    at_labels = likely.gather(-1, LABELS.clamp(min=0)[..., None])[..., 0].masked_fill(mask, 0)
+    entropies = -(likely.exp() * likely).sum(-1).masked_fill(mask, 0)
+    gradients = {"embedding.weight": theirs.model.embed_tokens.weight.grad}
+    if not theirs.config.tie_word_embeddings:
+        gradients["output.weight"] = theirs.lm_head.weight.grad
+    return loss.detach(), at_labels.detach(), entropies.detach(), gradients, logits.detach()
+
+
+def own_head(hidden, weight, labels=LABELS):
+    """A loss as a user writes it."""
+    logits = full(hidden) @ full(weight).T
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return fk.Loss(total, (labels != -100).sum())
+
+
+def log_probs_head(hidden, weight, labels, vocab_size=None):
+    likely = fk.linear_log_probs(hidden, weight, labels, vocab_size=vocab_size)
+    return fk.Loss(-likely.sum(), (labels != -100).sum())
+
+
+HEADS = {
+    "logits": None,
+    "linear_cross_entropy": partial(fk.linear_cross_entropy, labels=LABELS),
+    "linear_log_probs": partial(log_probs_head, labels=LABELS),
+    "own": own_head,
+}
+
+
+def loss_of(name, model):
+    if name == "logits":
+        return fk.cross_entropy(model(X), LABELS)
+    return model(X, head=HEADS[name])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", [VOCAB, 32, 64])
+def test_rows_of_padding_are_in_no_softmax(tmp_path, tied, size):
+    theirs = save(tmp_path, tied)
+    loss, at_labels, entropies, gradients, logits = reference(theirs)
+    spec = attrs.evolve(fk.huggingface_spec(tmp_path), vocab_size=size)
+    model = fk.Transformer(spec).double().eval()
+    fk.load_huggingface(model, tmp_path)
+    close = partial(
+        torch.testing.assert_close, rtol=1e-5, atol=1e-5
+    )  # transformers turns in float32
+    close(model(X).detach(), logits)
+    for name in HEADS:
+        model.zero_grad()
+        mine = loss_of(name, model)
+        close(mine.sum.detach(), loss)
+        mine.sum.backward()
+        for parameter, expected in gradients.items():
+            gradient = model.get_parameter(parameter).grad
+            close(gradient[:VOCAB], expected)
+            assert not gradient[VOCAB:].any()
+    found = model(
+        X, head=partial(fk.linear_log_probs, labels=LABELS, temperature=0.7, entropy=True)
+    )
+    close(found[0].detach(), at_labels)
+    close(found[1].detach(), entropies)
+    for label in (VOCAB, 63):
+        outside = LABELS.clone()
+        outside[1, 2] = label
+        for head in (fk.linear_cross_entropy, log_probs_head, own_head):
+            with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+                model(X, head=partial(head, labels=outside))
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            fk.cross_entropy(model(X), outside)
+    state = fk.TrainState.create(model, fk.adamw(model))
+    batches = [TensorDict({"input_ids": X, "labels": LABELS}, [2])]
+    result = fk.evaluate(
+        state, batches, lambda m, b: fk.cross_entropy(m(b["input_ids"]), b["labels"])
+    )
+    assert float(result["loss"]) == pytest.approx(float(loss / (LABELS != -100).sum()), rel=1e-6)
+    for options in ({"temperature": 0.0}, {"temperature": 9.0}, {"temperature": 9.0, "top_k": 60}):
+        texts = fk.generate(model, X[:, :2], max_new_tokens=20, **options)
+        assert texts.max() < VOCAB
+        assert torch.equal(
+            texts, fk.generate(load(tmp_path).double(), X[:, :2], max_new_tokens=20, **options)
+        )
+
+
+def test_without_padding_nothing_more_is_computed(tmp_path):
+    save(tmp_path, tied=True)
+    by_hand = attrs.evolve(fk.huggingface_spec(tmp_path), unpadded_vocab_size=None)
+    assert by_hand == fk.huggingface_spec(tmp_path)
+    assert hash(by_hand) == hash(fk.huggingface_spec(tmp_path))
+    wider = attrs.evolve(by_hand, vocab_size=40)
+    assert wider != attrs.evolve(wider, unpadded_vocab_size=39)
+    cut = attrs.evolve(wider, unpadded_vocab_size=VOCAB)
+    for name in HEADS:
+        operations = []
+        for spec in (by_hand, fk.huggingface_spec(tmp_path), cut):
+            model = fk.Transformer(spec)
+            with Watch() as watch:
+                loss_of(name, model).sum.backward()
+            operations.append(sorted(watch.operations))
+        assert operations[0] == operations[1]
+        assert len(operations[2]) - len(operations[0]) <= 3  # the slice, its gradient, the sum
+    message = (
+        r"^unpadded_vocab_size 41 is above vocab_size 40, .*Raise vocab_size to it or above\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        attrs.evolve(wider, unpadded_vocab_size=41)
+
+
+def _laid_out(rank, world, folder, sizes, size, new):
+    spec = attrs.evolve(
+        fk.huggingface_spec(folder), vocab_size=size, unpadded_vocab_size=VOCAB + new
+    )
+    with torch.device("meta"):
+        model = fk.Transformer(spec).double()
+    state = lay_out(model, sizes)
+    fk.load_huggingface(state.model, folder)
+    rows = {n: full(p).detach() for n, p in state.model.named_parameters() if p.shape[0] == size}
+    if sizes.get("pp"):
+        return rows, {}
+    batches = [TensorDict({"input_ids": X, "labels": LABELS}, [2])]
+    results = {}
+    for name in HEADS:
+        found = mean_gradients(state, batches, lambda m, b, name=name: loss_of(name, m))
+        results[name] = {n: g for n, g in found.items() if n in rows}
+    texts = fk.generate(state.model, X[:, :2], max_new_tokens=12, temperature=9.0)
+    return rows, results | {"texts": texts}
+
+
+LAYOUTS = {
+    "fsdp2": ({"dp_shard": 2}, 33, False),
+    "tp2, one rank of padding alone": ({"tp": 2, "dp_shard": 1}, 64, False),
+    "tp2, tied": ({"tp": 2, "dp_shard": 1}, 36, True),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_is_in_no_softmax_of_any_layout(layout, tmp_path):
+    sizes, size, tied = LAYOUTS[layout]
+    theirs = save(tmp_path, tied)
+    *_, gradients, _ = reference(theirs)
+    targets = (LABELS != -100).sum()
+    texts = fk.generate(load(tmp_path).double(), X[:, :2], max_new_tokens=12, temperature=9.0)
+    for _, results in run_again(_laid_out, 2, tmp_path, sizes, size, 0):
+        assert torch.equal(results.pop("texts"), texts)
+        for found in results.values():
+            for name, expected in gradients.items():
+                torch.testing.assert_close(
+                    found[name][:VOCAB], expected / targets, rtol=1e-5, atol=1e-6
+                )
+                assert not found[name][VOCAB:].any()
+
+
+NEW = {
+    "alone": ({}, 1, False),
+    "fsdp2": ({"dp_shard": 2}, 2, False),
+    "tp2": ({"tp": 2, "dp_shard": 1}, 2, True),
+    "pp2": ({"pp": 2, "dp_shard": 1}, 2, False),
+}
+
+
+@pytest.mark.parametrize("layout", NEW)
+def test_new_tokens_start_at_the_mean_and_padding_at_zero(layout, tmp_path, monkeypatch):
+    monkeypatch.setattr("forgekit.huggingface.load.ROWS", 7)
+    sizes, world, tied = NEW[layout]
+    theirs = save(tmp_path, tied)
+    tables = {"embedding.weight": theirs.model.embed_tokens.weight.detach()}
+    if not tied:
+        tables["output.weight"] = theirs.lm_head.weight.detach()
+    if world == 1:
+        spec = attrs.evolve(fk.huggingface_spec(tmp_path), vocab_size=64, unpadded_vocab_size=34)
+        model = fk.Transformer(spec)
+        fk.load_huggingface(model, tmp_path)
+        everyone = [({n: p.detach() for n, p in model.named_parameters() if len(p) == 64}, {})]
+    else:
+        everyone = run_again(_laid_out, world, tmp_path, sizes, 64, 3)
+    seen = set()
+    for rows, _ in everyone:
+        for name, values in rows.items():
+            seen.add(name)
+            expected = torch.cat([tables[name], tables[name].mean(0).expand(3, -1)])
+            torch.testing.assert_close(values[:34], expected.to(values.dtype), rtol=1e-12, atol=0)
+            assert not values[34:].any()
+    assert seen == tables.keys()
