@@ -99,7 +99,7 @@ def setup(config):
     dataset = read(
         data.path, config.base, config.seq_len, long=data.long, held_out_every=data.held_out_every
     )
-    fk.check_vocabulary(dataset, spec.vocab_size)
+    fk.check_vocabulary(dataset, spec.tokens)
     reference = load(config, spec, mesh, False).requires_grad_(False) if is_copy else None
     model = load(config, spec, mesh, config.lora.rank > 0)
     fk.check_dpo(model, reference=reference)

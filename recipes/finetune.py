@@ -54,6 +54,7 @@ class Config:
     """A few passes over a small set of conversations."""
 
     base: Path = key(Path("runs/tiny_llama"), "A Hugging Face directory, with its tokenizer.")
+    new_tokens: tuple[str, ...] = key((), 'Added to the tokenizer, such as ["<tool>"].')
     out: fk.Location = key(Path("runs/finetune"), "Run directory; a run that is there goes on.")
     export: Path | None = key(None, "A new directory for the tuned model, written at the end.")
     seed: int = key(0, "Seed of data order and dropout.", at_least=0)
@@ -86,27 +87,26 @@ def loss_fn(model, batch):
 def setup(config):
     """Build the state, the step and the data; no step is taken."""
     mesh = fk.build_mesh(config.mesh, device=config.device)
-    spec, data, lora = fk.huggingface_spec(config.base), config.data, config.lora
+    data, lora, lr = config.data, config.lora, config.optim.lr
+    tokenizer, spec = fk.run.read_base(config.base, config.new_tokens, has_adapters=lora.rank > 0)
     read = partial(fk.data.chat_dataset, train_on=data.train_on, template=data.template)
     dataset = read(
-        data.path, config.base, config.seq_len, long=data.long, held_out_every=data.held_out_every
+        data.path, tokenizer, config.seq_len, long=data.long, held_out_every=data.held_out_every
     )
-    fk.check_vocabulary(dataset, spec.vocab_size)
+    fk.check_vocabulary(dataset, spec.tokens)
     with torch.device("meta"):
         model = fk.Transformer(spec)
     if lora.rank or lora.base:
-        rank, targets, base = lora.rank, lora.targets, lora.base
-        fk.add_lora(
-            model, rank=rank, alpha=lora.alpha, targets=targets, dropout=lora.dropout, base=base
-        )
-    recompute = config.activation_checkpoint
-    model = fk.parallelize(model, mesh, precision=config.precision, activation_checkpoint=recompute)
+        rank, alpha, targets, base = lora.rank, lora.alpha, lora.targets, lora.base
+        fk.add_lora(model, rank=rank, alpha=alpha, targets=targets, dropout=lora.dropout, base=base)
+    precision, recompute = config.precision, config.activation_checkpoint
+    model = fk.parallelize(model, mesh, precision=precision, activation_checkpoint=recompute)
     fk.load_huggingface(model, config.base)
     optimizer = fk.adamw(model, weight_decay=config.optim.weight_decay)
     state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
     state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
-    lr, warmup, stop = config.optim.lr, config.optim.warmup, fk.StopSignal()
-    schedule = fk.warmup_cosine(lr, warmup=warmup, total=config.steps, final=lr / 10)
+    schedule = fk.warmup_cosine(lr, warmup=config.optim.warmup, total=config.steps, final=lr / 10)
+    stop = fk.StopSignal()
     step = fk.make_step(loss_fn, schedule=schedule, max_norm=1.0, stop=stop)
     batch_size = config.batch_size or fk.fitting_batch_size(config.global_batch_size, mesh)
     loader = fk.train_loader(state, dataset, batch_size)
@@ -135,7 +135,8 @@ def train(config, run):
                 run.save(state)
         run.save(state)
         if config.export and not stop.requested:
-            log.message(fk.run.export_tuned(state, run.out, config.export, base=config.base))
+            export, base, new = config.export, config.base, config.new_tokens
+            log.message(fk.run.export_tuned(state, run.out, export, base=base, new_tokens=new))
         run.end(state)
 
 

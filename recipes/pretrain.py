@@ -84,7 +84,7 @@ def setup(config):
     """Build the state, the step and the data; no step is taken."""
     mesh = fk.build_mesh(config.mesh, device=config.device)
     dataset = fk.token_dataset(config.data.path, config.data.seq_len, doc_ids=config.data.doc_ids)
-    fk.check_vocabulary(dataset, config.model.vocab_size)
+    fk.check_vocabulary(dataset, config.model.tokens)
     with torch.device("meta"):
         model = fk.Transformer(config.model)
     model = fk.parallelize(

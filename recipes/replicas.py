@@ -91,7 +91,7 @@ def setup(config):
     optim, stop, alone = config.optim, fk.StopSignal(), fk.OneGroup()
     mesh = fk.build_mesh(config.mesh, device=config.device)
     dataset = fk.token_dataset(config.data.path, config.data.seq_len)
-    fk.check_vocabulary(dataset, config.model.vocab_size)
+    fk.check_vocabulary(dataset, config.model.tokens)
     with torch.device("meta"):
         model = fk.Transformer(config.model)
     model = fk.parallelize(model, mesh, precision=config.precision, seed=config.seed)

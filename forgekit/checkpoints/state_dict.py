@@ -53,6 +53,7 @@ _NOT_FACTS = (
     *("bias_rate", "centered", "force_balance"),
 )
 """Of a model's ``spec``: how it is trained, and not what it computes; a run may change them."""
+_TOKENS = "unpadded_vocab_size"
 _ROTARY = ("rope_theta", "rope_scaling")
 """What a new run may change to lengthen the context of a model."""
 _NOT_FIELDS = ("model", "optimizer", "mesh")
@@ -312,6 +313,9 @@ def find_mismatch(
         manifest: The checkpoint's manifest.
         optional: Fields that may be missing there; see ``optional_fields``.
     """
+    if _TOKENS not in manifest["model"]:  # of a version that did not tell padding from tokens
+        facts = {k: v for k, v in described["model"].items() if k != _TOKENS}
+        described = {**described, "model": facts}
     both, saved = (described, manifest), manifest["fields"]
     has_state = any(manifest["optimizer"].values())
     has_averages = has_average(described) and has_average(manifest)
@@ -592,6 +596,8 @@ def _model_facts(model: nn.Module) -> dict[str, Any]:
         inner = value if isinstance(value, dict) else {}
         facts |= {f"{name}.{key}": each for key, each in inner.items() if key not in _NOT_FACTS}
         facts |= {} if inner or name in _NOT_FACTS else {name: value}
+    if facts.get(_TOKENS) in (None, facts.get("vocab_size")):  # nothing is padded
+        facts.pop(_TOKENS, None)
     return {k: v for k, v in facts.items() if isinstance(v, str | int | float | None)}
 
 

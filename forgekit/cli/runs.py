@@ -60,13 +60,12 @@ def _export(options: argparse.Namespace) -> int:
     from forgekit.lora.adapters import merge_lora
     from forgekit.model.lora import lora_layers
     from forgekit.ranks import CheckpointError
-    from forgekit.run.load_run import read_model, read_run_config, tokenizer_file
+    from forgekit.run.load_run import read_model, read_run_config, run_tokenizer
 
     try:
         config = read_run_config(options.run)
-        base = config.get("base")
-        like = options.like or base
-        tokenizer = options.tokenizer or (None if base else tokenizer_file(config))
+        like = options.like or config.get("base")
+        tokenizer = options.tokenizer or run_tokenizer(config)
         dtype = None if options.dtype is None else getattr(torch, options.dtype)
         model, step = read_model(options.run, config, options.step)
         if lora_layers(model):
@@ -77,7 +76,7 @@ def _export(options: argparse.Namespace) -> int:
     except (CheckpointError, ValueError) as error:
         raise UsageError(str(error)) from None
     print(f"step       {step}")
-    print(f"tokenizer  {tokenizer or like or 'none'}")
+    print(f"tokenizer  {getattr(tokenizer, 'name_or_path', tokenizer) or like or 'none'}")
     print(f"written to {options.directory}")
     return 0
 

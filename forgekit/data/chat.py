@@ -126,7 +126,7 @@ def chat_dataset(
             option.
     """
     check_choice("train_on", train_on, get_args(TrainOn))
-    encoder = ChatEncoder(_tokenizer(tokenizer), turn_by_turn, train_on, template or {})
+    encoder = ChatEncoder(load_tokenizer(tokenizer), turn_by_turn, train_on, template or {})
     encode = partial(_encode_line, encoder)
     return _dataset(paths, encoder, encode, seq_len, long, held_out_every)
 
@@ -164,12 +164,13 @@ def preference_dataset(
             a pair is too long with ``long="error"``, or there are no pairs.
     """
     check_choice("long", long, ("error", "drop"))
-    encoder = ChatEncoder(_tokenizer(tokenizer), template=template or {})
+    encoder = ChatEncoder(load_tokenizer(tokenizer), template=template or {})
     encode = partial(_encode_pair, encoder)
     return _dataset(paths, encoder, encode, seq_len, long, held_out_every)
 
 
-def _tokenizer(tokenizer: Any) -> Any:
+def load_tokenizer(tokenizer: Any) -> Any:
+    """Load the tokenizer of a directory; one that is loaded stays as it is."""
     if not isinstance(tokenizer, str | os.PathLike):
         return tokenizer
     transformers = require("transformers", extra="hf")

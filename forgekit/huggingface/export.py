@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from forgekit.checks import path_of
 from forgekit.huggingface.load import read_config
+from forgekit.huggingface.new_tokens import read_base
 from forgekit.huggingface.save import save_huggingface
 from forgekit.lora.adapters import merge_lora, unmerge_lora
 from forgekit.lora.peft_files import adapters_of_experts, save_adapter
@@ -68,6 +70,7 @@ def export_tuned(
     directory: str | os.PathLike[str],
     *,
     base: str | os.PathLike[str],
+    new_tokens: Sequence[str] = (),
 ) -> str:
     """Write a fine-tuned model as a directory that transformers opens; every rank calls it.
 
@@ -79,6 +82,7 @@ def export_tuned(
         out: The run directory.
         directory: The new directory.
         base: The directory that training began with; its tokenizer and other settings are kept.
+        new_tokens: What ``read_base`` added to its tokenizer.
 
     Returns:
         What was written, to show.
@@ -98,7 +102,8 @@ def export_tuned(
             save_adapter(state.model, adapter, base=str(source))
         if is_adapted:
             merge_lora(state.model)
-        save_huggingface(state.model, directory, like=source, dtype=dtype)
+        tokenizer = read_base(source, new_tokens)[0] if new_tokens else None
+        save_huggingface(state.model, directory, tokenizer, like=source, dtype=dtype)
     except (CheckpointError, OSError) as error:
         raise CheckpointError(
             f"all steps are done and saved; the export to {directory} failed: "

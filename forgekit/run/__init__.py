@@ -16,6 +16,7 @@ from forgekit.report import plot_expert_loads, plot_losses
 from forgekit.lora.adapters import relora
 from forgekit.lora.adapters import reset_magnitudes
 from forgekit.huggingface.transformers_models import transformers_model
+from forgekit.huggingface.new_tokens import read_base
 from forgekit.huggingface.export import check_new_directory, export_tuned
 
 __all__ = [
@@ -47,5 +48,6 @@ __all__ = [
     "reset_magnitudes",
     "check_new_directory",
     "export_tuned",
+    "read_base",
     "transformers_model",
 ]

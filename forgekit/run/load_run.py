@@ -17,7 +17,7 @@ from torch import nn
 from forgekit.checkpoints.directory import storage_of
 from forgekit.checkpoints.load import checkpoint_load, choose_checkpoint
 from forgekit.checks import path_of
-from forgekit.huggingface.load import huggingface_spec
+from forgekit.huggingface.new_tokens import read_base
 from forgekit.huggingface.safetensors_files import read_json
 from forgekit.huggingface.transformers_models import transformers_model
 from forgekit.lora.adapters import add_chosen
@@ -55,8 +55,9 @@ def load_run(
     path = path_or_url(path_of("run", run) if isinstance(run, Path) else run)
     config = read_run_config(path)
     model, _ = read_model(path, config, step)
-    file = tokenizer_file(config)
-    if file is None:
+    if config.get("new_tokens"):
+        return model, run_tokenizer(config).backend_tokenizer, config
+    if (file := tokenizer_file(config)) is None:
         return model, None, config
     from tokenizers import Tokenizer
 
@@ -100,6 +101,13 @@ def read_model(
     return model.eval(), at
 
 
+def run_tokenizer(config: Mapping[str, Any]) -> Any:
+    """The tokenizer of a run that cannot be taken from its base; None if it can."""
+    if not config.get("base"):
+        return tokenizer_file(config)
+    return read_base(config["base"], new)[0] if (new := config.get("new_tokens")) else None
+
+
 def tokenizer_file(config: Mapping[str, Any]) -> Path | None:
     """The tokenizer of a run, if it is still there: beside its data, or of its base."""
     data = config.get("data")
@@ -119,7 +127,7 @@ def _build(run: Location, config: Mapping[str, Any], *, is_own: bool) -> nn.Modu
     if isinstance(config.get("model"), dict):
         spec = _read_spec(run, config["model"])
     elif isinstance(base, str):
-        spec = huggingface_spec(base)
+        _, spec = read_base(base, config.get("new_tokens") or ())
     else:
         raise CheckpointError(
             f"{run / 'config.json'} says neither model (a TransformerSpec) nor base, so the run's "

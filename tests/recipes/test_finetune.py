@@ -291,3 +291,46 @@ def test_the_fine_tuning_recipes_are_exact(recipe, settings, base, tmp_path, cap
     assert code == 0, shown
     (worst,) = re.findall(r"^equal: .* worst (\S+) \(\S+\)$", shown.out, re.M)
     assert 0 < float(worst) < 1e-11, shown.out
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_new_tokens_are_trained_and_exported_with_their_tokenizer(base, tmp_path, capsys):
+    import transformers
+
+    chats, out, tuned = tmp_path / "chats.jsonl", tmp_path / "run", tmp_path / "tuned"
+    answers = ["<tool>now</tool> it is late", "late <tool>is</tool>"] * 12
+    lines = [{"prompt": f"{n} ", "completion": answer} for n, answer in enumerate(answers)]
+    chats.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = command_line("finetune", base, out, export=tuned, data__path=chats, steps=4)
+    added = 'new_tokens=["<tool>","</tool>"]'
+    run_here("finetune", [*given, added])
+    before, after = (transformers.AutoTokenizer.from_pretrained(one) for one in (base, tuned))
+    ids = after.encode(answers[0] + " of <tool>", add_special_tokens=False)
+    new = [len(before), len(before) + 1]
+    assert [id for id in ids if id >= new[0]] == [new[0], new[1], new[0]]
+    assert after.decode(ids, skip_special_tokens=True) == answers[0] + " of <tool>"
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tuned)
+    assert opened.config.vocab_size == len(after) == len(before) + 2
+    model, tokenizer, _ = fk.load_run(out)
+    assert tokenizer.encode(answers[0]).ids == after.encode(answers[0], add_special_tokens=False)
+    row = torch.tensor([ids])
+    with torch.no_grad():
+        torch.testing.assert_close(opened(row).logits, model(row), rtol=0, atol=1e-5)
+    head = opened.get_output_embeddings().weight
+    assert (head[new[0]] - head[new[1]]).abs().max() > 1e-3  # both began at the mean
+    assert main(["export", str(out), str(tmp_path / "again")]) == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert torch.equal(again.get_output_embeddings().weight, head)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "again").encode(answers[0]) == (
+        after.encode(answers[0])
+    )
+    end = before.eos_token
+    for message, *more in (
+        ("which adapters do not train. Set lora.rank=0, or train", added, "lora.rank=2"),
+        (f"new_tokens has {end!r}, which is empty or in the tokenizer", f'new_tokens=["{end}"]'),
+        ("new_tokens has '<a>', which is", 'new_tokens=["<a>","<a>"]'),
+        ("new_tokens has '', which is empty", 'new_tokens=[""]'),
+    ):
+        with pytest.raises(SystemExit):
+            run_here("finetune", [*given, *more, f"out={tmp_path / 'new'}", f"export={out}_new"])
+        assert message in capsys.readouterr().err

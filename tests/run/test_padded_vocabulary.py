@@ -221,3 +221,43 @@ def test_new_tokens_start_at_the_mean_and_padding_at_zero(layout, tmp_path, monk
             torch.testing.assert_close(values[:34], expected.to(values.dtype), rtol=1e-12, atol=0)
             assert not values[34:].any()
     assert seen == tables.keys()
+
+
+def test_a_checkpoint_says_which_rows_are_tokens_and_older_ones_are_read(tmp_path):
+    sizes = {"dim": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn_dim": 24, "max_seq_len": 32}
+    spec = fk.TransformerSpec(vocab_size=40, unpadded_vocab_size=33, **sizes)
+
+    def state(**changes):
+        model = fk.Transformer(attrs.evolve(spec, **changes))
+        return fk.TrainState.create(model, fk.adamw(model))
+
+    fk.checkpoint_save(fk.donate(state(), step=1), tmp_path, blocking=True)
+    assert fk.checkpoint_load(state(), tmp_path).step == 1
+    for count in (34, None):
+        with pytest.raises(fk.CheckpointError, match=r"is of another model: .*unpadded_vocab_size"):
+            fk.checkpoint_load(state(unpadded_vocab_size=count), tmp_path)
+    for count in (None, 40):  # as checkpoints of a version without the field
+        fk.checkpoint_save(
+            fk.donate(state(unpadded_vocab_size=count), step=2), tmp_path / "old", blocking=True
+        )
+        assert "unpadded" not in next((tmp_path / "old").rglob("manifest.json")).read_text()
+        assert fk.checkpoint_load(state(), tmp_path / "old").step == 2
+
+
+@pytest.mark.parametrize("new", [0, 2])
+def test_an_export_leaves_padding_out_and_new_tokens_in(new, tmp_path):
+    theirs = save(tmp_path / "base", tied=False)
+    spec = fk.huggingface_spec(tmp_path / "base")
+    spec = attrs.evolve(spec, vocab_size=48, unpadded_vocab_size=VOCAB + new)
+    model = fk.Transformer(spec).double().eval()
+    fk.load_huggingface(model, tmp_path / "base")
+    fk.save_huggingface(model, tmp_path / "out", like=tmp_path / "base")
+    import transformers
+
+    opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").double()
+    assert opened.config.vocab_size == VOCAB + new == fk.huggingface_spec(tmp_path / "out").tokens
+    assert torch.equal(opened.lm_head.weight[:VOCAB], theirs.lm_head.weight)
+    torch.testing.assert_close(opened(X).logits, model(X), rtol=1e-5, atol=1e-5)
+    less = fk.Transformer(attrs.evolve(spec, unpadded_vocab_size=30))
+    with pytest.raises(fk.CheckpointError, match=r"vocab_size 31 there and 30 here"):
+        fk.load_huggingface(less, tmp_path / "base")
