@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-Head = Callable[[Tensor, Tensor], Any]
+Head = Callable[..., Any]
 
 
 def on_tokens(head: Head, tokens: int) -> Head:
