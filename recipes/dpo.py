@@ -3,7 +3,6 @@
 A line of the data is {"prompt": ..., "chosen": ..., "rejected": ...}, texts or messages. With the
 log-ratio r = log p(answer) - log p_reference(answer), summed over an answer's n scored tokens, and
 m = beta * (r_chosen - r_rejected), a step trains the mean over the global batch's pairs of
-
     sigmoid   -log(sigmoid(m))
     hinge     max(0, 1 - m)
     ipo       (r_chosen / n_chosen - r_rejected / n_rejected - 1 / (2 * beta))^2
@@ -39,6 +38,8 @@ class Lora:
     rank: int = key(16, "Rank of the adapters; 0, with reference=model: all is trained.")
     alpha: float = key(32.0, "The scale is alpha / rank.", at_least=0)
     targets: tuple[str, ...] = key(("*.query", "*.value"), "Patterns of names of matrices.")
+    dora: bool = key(False, "DoRA: lengths of the rows are trained apart.")
+    rslora: bool = key(False, "The scale is alpha / sqrt(rank).")
 
 
 @attrs.frozen(kw_only=True)
@@ -80,7 +81,8 @@ def load(config, spec, mesh, has_adapters):
     with torch.device("meta"):
         model, lora = fk.Transformer(spec), config.lora
     if has_adapters:
-        fk.add_lora(model, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+        add = partial(fk.add_lora, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+        add(model, dora=lora.dora, rslora=lora.rslora)
     model = fk.parallelize(model, mesh, precision=config.precision)
     fk.load_huggingface(model, config.base)
     return model
@@ -95,10 +97,8 @@ def setup(config):
     """Build the state, the step and the data; no step is taken."""
     mesh, data = fk.build_mesh(config.mesh, device=config.device), config.data
     spec, is_copy = fk.huggingface_spec(config.base), config.reference == "model"
-    read = partial(fk.data.preference_dataset, template=data.template)
-    dataset = read(
-        data.path, config.base, config.seq_len, long=data.long, held_out_every=data.held_out_every
-    )
+    read = partial(fk.data.preference_dataset, template=data.template, long=data.long)
+    dataset = read(data.path, config.base, config.seq_len, held_out_every=data.held_out_every)
     fk.check_vocabulary(dataset, spec.tokens)
     reference = load(config, spec, mesh, False).requires_grad_(False) if is_copy else None
     model = load(config, spec, mesh, config.lora.rank > 0)

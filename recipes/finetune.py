@@ -1,7 +1,6 @@
 """Fine-tune published weights on conversations, whole or through adapters; resumes by itself.
 
-The base is a Hugging Face directory. A line of the data is {"messages": [...]}, or {"prompt": ...,
-"completion": ...}; answers alone are trained. The end is an export, with its adapters merged.
+A line of the data is {"messages": [...]}, or {"prompt": ..., "completion": ...}.
 
 python finetune.py base=path/to/model data.path=chats.jsonl lora.rank=16 export=tuned
 torchrun --nproc-per-node 8 finetune.py base=path/to/model data.path=chats.jsonl precision=bf16
@@ -37,6 +36,8 @@ class Lora:
     alpha: float = key(32.0, "The scale is alpha / rank.", at_least=0)
     targets: tuple[str, ...] = key(("*.query", "*.value"), "Patterns of names of matrices.")
     dropout: float = key(0.0, "Probability on what an adapter takes.", at_least=0)
+    dora: bool = key(False, "DoRA: lengths of the rows are trained apart.")
+    rslora: bool = key(False, "The scale is alpha / sqrt(rank).")
     base: Literal["nf4"] | None = key(None, "nf4: adapted matrices of the base in four bits.")
 
 
@@ -86,19 +87,18 @@ def loss_fn(model, batch):
 
 def setup(config):
     """Build the state, the step and the data; no step is taken."""
-    mesh = fk.build_mesh(config.mesh, device=config.device)
+    mesh, stop = fk.build_mesh(config.mesh, device=config.device), fk.StopSignal()
     data, lora, lr = config.data, config.lora, config.optim.lr
     tokenizer, spec = fk.run.read_base(config.base, config.new_tokens, has_adapters=lora.rank > 0)
     read = partial(fk.data.chat_dataset, train_on=data.train_on, template=data.template)
-    dataset = read(
-        data.path, tokenizer, config.seq_len, long=data.long, held_out_every=data.held_out_every
-    )
+    every = data.held_out_every
+    dataset = read(data.path, tokenizer, config.seq_len, long=data.long, held_out_every=every)
     fk.check_vocabulary(dataset, spec.tokens)
     with torch.device("meta"):
         model = fk.Transformer(spec)
     if lora.rank or lora.base:
-        rank, alpha, targets, base = lora.rank, lora.alpha, lora.targets, lora.base
-        fk.add_lora(model, rank=rank, alpha=alpha, targets=targets, dropout=lora.dropout, base=base)
+        add = partial(fk.add_lora, rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+        add(model, dropout=lora.dropout, dora=lora.dora, rslora=lora.rslora, base=lora.base)
     precision, recompute = config.precision, config.activation_checkpoint
     model = fk.parallelize(model, mesh, precision=precision, activation_checkpoint=recompute)
     fk.load_huggingface(model, config.base)
@@ -106,7 +106,6 @@ def setup(config):
     state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
     state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
     schedule = fk.warmup_cosine(lr, warmup=config.optim.warmup, total=config.steps, final=lr / 10)
-    stop = fk.StopSignal()
     step = fk.make_step(loss_fn, schedule=schedule, max_norm=1.0, stop=stop)
     batch_size = config.batch_size or fk.fitting_batch_size(config.global_batch_size, mesh)
     loader = fk.train_loader(state, dataset, batch_size)

@@ -369,7 +369,7 @@ def test_sources_that_are_given_take_the_place_of_the_default_ones(tmp_path):
     assert order.shares(0, 2**20).tolist() == pytest.approx([0.25, 0.75], abs=0.01)
 
 
-LORA = ["lora.rank=2", "lora.alpha=8", "lora.dropout=0.2"]
+LORA = ["lora.rank=2", "lora.alpha=8", "lora.dropout=0.2", "lora.dora=true", "lora.rslora=true"]
 RESUMED = {
     "curriculum": ("curriculum", []),
     "pipeline": ("pipeline", ["log_every=1"]),

@@ -8,9 +8,9 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from huggingface_models import load, make_model, some_ids
 from lab import Watch, full, lay_out, mean_gradients
 from pool import run_again
-from run.huggingface_models import load, make_model, some_ids
 from tensordict import TensorDict
 
 import forgekit as fk
