@@ -13,6 +13,7 @@ import torch
 from forgekit.checks import path_of
 from forgekit.huggingface.load import read_config
 from forgekit.huggingface.new_tokens import read_base
+from forgekit.huggingface.safetensors_files import weight_files
 from forgekit.huggingface.save import save_huggingface
 from forgekit.lora.adapters import merge_lora, unmerge_lora
 from forgekit.lora.peft_files import adapters_of_experts, save_adapter
@@ -54,7 +55,7 @@ def check_new_directory(
             raise OSError(
                 f"{name} is {directory}, and nothing can be written in {above}: {error.strerror}."
             ) from None
-        files = () if base is None else path_of("base", base).glob("*.safetensors")
+        files = [] if base is None else weight_files(path_of("base", base))[0]
         needed, free = sum(file.stat().st_size for file in files), shutil.disk_usage(above).free
         if free < needed:
             raise OSError(

@@ -29,7 +29,9 @@ from forgekit.huggingface.safetensors_files import (
 )
 from forgekit.huggingface.transformers_models import is_of_transformers, transformers_names
 from forgekit.lora.adapters import reset_magnitudes
+from forgekit.lora.peft_files import CONFIG as ADAPTER
 from forgekit.model.initial import copy_full
+from forgekit.model.lora import lora_layers
 from forgekit.model.nf4 import is_packed
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks, explain, ranks_sharing
@@ -195,6 +197,11 @@ def _check(
     names: NameMap | None,
 ) -> tuple[NameMap, dict[str, Stored]]:
     """Compare a directory with a model; return the names on disk and what lies under them."""
+    if (path / ADAPTER).is_file() and not lora_layers(model):
+        raise CheckpointError(
+            f"{path} has an {ADAPTER} beside its weights, so transformers adds an adapter to "
+            "them. Add it with forgekit.add_lora and load_adapter, or move its files elsewhere."
+        )
     names = names or _names_of(model, path)
     stored = stored_tensors(path)
     if {HEAD, EMBEDDING} <= stored.keys() and HEAD not in names.shapes:

@@ -25,6 +25,8 @@ from forgekit.safetensors_files import bytes_of, contents
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+WEIGHTS_KEY = "transformers_weights"
+"""Key of a config.json that names another file, or index."""
 
 
 @attrs.frozen
@@ -42,6 +44,37 @@ class Stored:
     shape: tuple[int, ...]
 
 
+def weight_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
+    """Find the files of a directory's weights, those that transformers reads.
+
+    That is ``model.safetensors`` if there is one, whatever lies beside it: an index there is left
+    from an earlier save. Only without it the index counts; a ``config.json`` may name either.
+
+    Returns:
+        The files, and by tensor the file that an index lists; None without one.
+
+    Raises:
+        CheckpointError: If there are no weights, or the index lists none.
+    """
+    config = directory / "config.json"
+    named = read_json(config).get(WEIGHTS_KEY) if config.is_file() else None
+    names = [SINGLE, INDEX] if named is None else [str(named)]
+    name = next((name for name in names if (directory / name).exists()), None)
+    if name is None:
+        raise CheckpointError(
+            f"{directory} has neither {' nor '.join(names)}; it has "
+            f"{brief(sorted(path.name for path in directory.iterdir()))}."
+        )
+    if not name.endswith(".index.json"):
+        return [directory / name], None
+    listed = read_json(directory / name).get("weight_map")
+    if not isinstance(listed, dict):
+        raise CheckpointError(
+            f"{directory / name} has no weight_map, the file of each tensor. Fetch it again."
+        )
+    return [directory / file for file in dict.fromkeys(listed.values())], listed
+
+
 def stored_tensors(directory: Path) -> dict[str, Stored]:
     """Read the headers of a directory's files.
 
@@ -52,16 +85,9 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
         CheckpointError: If a file is missing, damaged or cut short, or the index lists other
             tensors than there are.
     """
-    index = directory / INDEX
-    if not index.exists() and not (directory / SINGLE).exists():
-        raise CheckpointError(
-            f"{directory} has neither {SINGLE} nor {INDEX}; it has "
-            f"{brief(sorted(path.name for path in directory.iterdir()))}."
-        )
-    listed = read_json(index)["weight_map"] if index.exists() else None
+    paths, listed = weight_files(directory)
     stored: dict[str, Stored] = {}
-    for name in [SINGLE] if listed is None else dict.fromkeys(listed.values()):
-        path = directory / name
+    for path in paths:
         try:
             with reading(path) as file:
                 for key in file.keys():  # noqa: SIM118
@@ -72,12 +98,12 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
                 f"{path} is missing, damaged or was not written to the end: {explain(error)}. "
                 "Fetch it again."
             ) from None
-    files = {name: one.file.name for name, one in stored.items()}
+    files = {name: str(one.file.relative_to(directory)) for name, one in stored.items()}
     if listed is not None and files != listed:
         name = next(name for name in {**listed, **files} if listed.get(name) != files.get(name))
         raise CheckpointError(
-            f"{index} says that {name!r} is in {listed.get(name, 'no file')}, and it is in "
-            f"{files.get(name, 'no file')}: they are not of one save."
+            f"the index in {directory} says that {name!r} is in {listed.get(name, 'no file')}, and "
+            f"it is in {files.get(name, 'no file')}: they are not of one save."
         )
     return stored
 

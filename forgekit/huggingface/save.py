@@ -47,6 +47,7 @@ from forgekit.huggingface.names import Box, NameMap
 from forgekit.huggingface.safetensors_files import (
     INDEX,
     SINGLE,
+    WEIGHTS_KEY,
     read_json,
     reading,
     same_bits,
@@ -57,8 +58,10 @@ from forgekit.huggingface.safetensors_files import (
     write_tensors,
 )
 from forgekit.huggingface.tokenizer import (
-    TOKENIZER_FILES,
+    AUTO_MAP,
+    TEMPLATES,
     special_ids,
+    tokenizer_files,
     write_tokenizer,
 )
 from forgekit.huggingface.transformers_models import transformers_config, transformers_names
@@ -76,7 +79,10 @@ GENERATION = "generation_config.json"
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 """Names of files with weights that are written here, and so may be replaced."""
 
-STALE = ("auto_map", "_name_or_path", "original_max_position_embeddings", "quantization_config")
+STALE = (
+    *(AUTO_MAP, "_name_or_path", "original_max_position_embeddings", "quantization_config"),
+    WEIGHTS_KEY,
+)
 """Keys of another model's config.json that say nothing about the one that is written."""
 
 POSITIONS, CLOSE = 16, 1e-3
@@ -203,9 +209,11 @@ def _resolve(like: Any) -> tuple[Family | None, dict[str, Any], Path | None]:
 def _is_export(path: Path) -> bool:
     if not (path / "config.json").is_file() or WRITER not in read_json(path / "config.json"):
         return False
-    names = {"config.json", GENERATION, INDEX, *TOKENIZER_FILES}
+    names = {"config.json", GENERATION, INDEX, *tokenizer_files(path)}
+    files = [p for p in (*path.iterdir(), *(path / TEMPLATES).glob("*")) if p != path / TEMPLATES]
     return all(
-        p.is_file() and (p.name in names or WEIGHTS.fullmatch(p.name)) for p in path.iterdir()
+        p.is_file() and (str(p.relative_to(path)) in names or WEIGHTS.fullmatch(p.name))
+        for p in files
     )
 
 

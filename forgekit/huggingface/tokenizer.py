@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +18,31 @@ from forgekit.ranks import CheckpointError
 
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
-TOKENIZER_FILES = (
-    *(TOKENIZER, SETTINGS, "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json"),
+TEMPLATES = "additional_chat_templates"
+"""Folder of chat templates that have a name."""
+
+PROCESSORS = ("*processor_config.json", "audio_tokenizer_config.json")
+TOKENIZERS = (
+    *("tokenizer.*", SETTINGS, "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", f"{TEMPLATES}/*.jinja"),
+    *("vocab.json", "vocab.txt", "vocab-*.json", "*_vocab.json", "merges.txt", "bpe.codes"),
+    *("*.model", "*.spm", "*.tiktoken", "*.tokenizer", "tekken.json", "dict.txt", "emoji.json"),
+    *("normalizer.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json"),
 )
+"""Patterns of the files that transformers reads a processor and a tokenizer from."""
+
+AUTO_MAP = "auto_map"
+"""Key of settings under which classes are named whose code lies in the directory."""
 
 
 def write_tokenizer(tokenizer: Any, directory: Path, like: Path | None) -> int | None:
-    """Write a tokenizer's files.
+    """Write a tokenizer's files, and those of processors.
 
     Args:
-        tokenizer: Of transformers or tokenizers, a ``tokenizer.json``, or a directory with one;
-            None takes what ``like`` has.
+        tokenizer: Of transformers or tokenizers, a ``tokenizer.json``, or a directory that
+            transformers opens; None takes what ``like`` has.
         directory: Where to.
-        like: A directory in the same layout, or None.
+        like: A directory in the same layout, whose processors are kept, or None.
 
     Returns:
         One more than the highest id of ``tokenizer.json``; None if that cannot be known.
@@ -37,22 +51,27 @@ def write_tokenizer(tokenizer: Any, directory: Path, like: Path | None) -> int |
         CheckpointError: If a path leads to none, or ``tokenizers`` cannot open what was written.
     """
     file = directory / TOKENIZER
-    if tokenizer is None:
-        _copy(like, directory)
-    elif isinstance(tokenizer, str | os.PathLike):
-        _copy(path_of("tokenizer", tokenizer), directory)
-        if not any(directory.glob("tokenizer.*")):
+    if like is not None:
+        _copy(like, directory, tokenizer_files(like, *(() if tokenizer is None else PROCESSORS)))
+    if isinstance(tokenizer, str | os.PathLike):
+        source = path_of("tokenizer", tokenizer)
+        names = tokenizer_files(source)
+        if source.is_file():
+            shutil.copyfile(source, file)
+        elif any(not name.endswith(("_config.json", ".jinja", ".py")) for name in names):
+            _copy(source, directory, names)
+        else:
             raise CheckpointError(
                 f"tokenizer: {tokenizer} is no {TOKENIZER}, and no folder with one."
             )
     elif hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(str(directory))
-    else:
+    elif tokenizer is not None:
         tokenizer.save(str(file))
     if not file.exists():
         return None
     count = _count_tokens(file)
-    if not (directory / SETTINGS).exists():
+    if tokenizer is not None and not (directory / SETTINGS).exists():
         end = {"eos_token": END_OF_TEXT} if END_OF_TEXT in _added(directory) else {}
         write_json(directory / SETTINGS, {"tokenizer_class": "PreTrainedTokenizerFast", **end})
     return count
@@ -62,21 +81,38 @@ def special_ids(tokenizer: Any, directory: Path) -> dict[str, Any]:
     """Ids of the tokens that begin, end and fill a text; None for those that are not known."""
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {key: getattr(tokenizer, key, None) for key in keys}
-    if ids["eos_token_id"] is None and (directory / TOKENIZER).exists():
+    files = directory / TOKENIZER, directory / SETTINGS
+    if ids["eos_token_id"] is None and all(file.exists() for file in files):
         end = read_json(directory / SETTINGS).get("eos_token")
         end = end.get("content") if isinstance(end, Mapping) else end
         ids["eos_token_id"] = _added(directory).get(end)
     return ids
 
 
-def _copy(source: Path | None, directory: Path) -> None:
-    """Copy a ``tokenizer.json``, or all that a directory has of a tokenizer."""
-    if source is not None and source.is_file():
-        shutil.copyfile(source, directory / TOKENIZER)
-    elif source is not None:
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file():
-                shutil.copyfile(source / name, directory / name)
+def tokenizer_files(directory: Path, *patterns: str) -> list[str]:
+    """Names of what a directory has of a tokenizer and of processors, and of code for them.
+
+    Args:
+        directory: The directory.
+        *patterns: Of the files; all of them if none are given.
+    """
+    files = chain(*map(directory.glob, patterns or (*TOKENIZERS, *PROCESSORS)))
+    names = [str(file.relative_to(directory)) for file in files if file.is_file()]
+    settings = [name for name in names if name.endswith("_config.json")]
+    maps = [read_json(directory / name).get(AUTO_MAP) for name in settings]
+    # Modules that are named, and those that they import from the same directory: text, never run.
+    modules, code = re.findall(r'"(\w+)\.\w+"', json.dumps(maps)), dict[str, None]()
+    for module in modules:
+        if (file := directory / f"{module}.py").is_file() and file.name not in code:
+            code[file.name] = None
+            modules += re.findall(r"^\s*(?:from|import)\s+\.(\w+)", file.read_text("utf-8"), re.M)
+    return [*names, *code]
+
+
+def _copy(source: Path, directory: Path, names: list[str]) -> None:
+    for name in names:
+        (directory / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, directory / name)
 
 
 def _count_tokens(file: Path) -> int | None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 from contextlib import nullcontext
+from fnmatch import fnmatch
+from pathlib import Path
 
 import attrs
 import pytest
@@ -18,6 +22,7 @@ from saved import assert_same
 
 import forgekit as fk
 from forgekit.huggingface import families, save
+from forgekit.huggingface import tokenizer as tokenizer_files
 from forgekit.huggingface.names import (
     NameMap,
     cast,
@@ -231,6 +236,179 @@ def test_a_tokenizer_of_ones_own_gives_the_token_that_ends_a_text(tmp_path):
         ids = {"eos_token_id": 0, "bos_token_id": None, "vocab_size": size}
         assert config_of(ours).items() >= ids.items()
         assert "quantization_config" not in config_of(ours)
+
+
+def write(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text if isinstance(text, str) else json.dumps(text))
+
+
+def update(path, **changes):
+    write(path, json.loads(path.read_text()) | changes)
+
+
+MANY = {"default": CHAT, "tool_use": "TOOLS" + CHAT, "rag": "RAG" + CHAT}
+CLASSES = {"AutoTokenizer": ["tokens.Own", None]}
+ROOM = {
+    "tokens.py": "from .helpers import part\nraise SystemExit\n",
+    "helpers.py": "import os\nraise SystemExit\n",
+    "model.py": "raise SystemExit\n",
+    "preprocessor_config.json": {"size": 3},
+    "processor_config.json": {},
+    "chat_template.json": {"chat_template": "OLD"},
+    "added_tokens.json": {"</s>": 1},
+    "spiece.model": "s",
+    "tokenizer.model.v3": "t",
+    "vocab.txt": "a",
+    "qwen.tiktoken": "t",
+}
+
+
+def test_whatever_is_read_beside_the_weights_is_in_an_export(tmp_path):
+    """All chat templates, files of other tokenizers and processors, and the code that they name."""
+    import transformers
+
+    base = tmp_path / "base"
+    save_model("Llama", base)
+    save_tokenizer(base)
+    model = load(base)
+    templates = {name: text for name, text in MANY.items() if name != "default"}
+    for name, text in templates.items():
+        write(base / "additional_chat_templates" / f"{name}.jinja", text)
+    update(base / "tokenizer_config.json", chat_template="KEY")  # the file counts, not the key
+    expected = transformers.AutoTokenizer.from_pretrained(base)
+    assert expected.chat_template == MANY
+    for name, text in ROOM.items():
+        write(base / name, text)
+    update(base / "tokenizer_config.json", auto_map=CLASSES)
+    classes = {"AutoModelForCausalLM": "model.Own"}  # a model is written as transformers' own
+    update(base / "config.json", auto_map=classes, transformers_weights="other.safetensors")
+    write(base / "notes.txt", "mine")
+    ways = {"like": (None, base), "tokenizer": (base, "llama"), "object": (expected, base)}
+    for way, (tokenizer, like) in ways.items():
+        for _ in range(2):  # the second one replaces the first
+            fk.save_huggingface(model, tmp_path / way, tokenizer, like)
+        kept = {name for name in ROOM if (tmp_path / way / name).exists()}
+        processors = {"preprocessor_config.json", "processor_config.json"}
+        assert kept == (processors if way == "object" else ROOM.keys() - {"model.py"}), way
+        assert not (tmp_path / way / "notes.txt").exists()
+        assert not {"auto_map", "transformers_weights"} & config_of(tmp_path / way).keys()
+        opened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / way)
+        assert torch.equal(opened.lm_head.weight, model.output.weight)
+        settings = json.loads((tmp_path / way / "tokenizer_config.json").read_text())
+        assert settings.pop("auto_map", None) == (None if way == "object" else CLASSES)
+        write(tmp_path / way / "tokenizer_config.json", settings)
+        again = transformers.AutoTokenizer.from_pretrained(tmp_path / way)
+        assert again.chat_template == MANY
+        assert again.get_vocab() == expected.get_vocab()
+
+
+def test_the_names_of_files_are_those_that_transformers_reads():
+    import transformers
+    from transformers.utils import hub
+
+    models = Path(transformers.__file__).parent / "models"
+    text = "".join(path.read_text() for path in models.glob("*/tokenization_*.py"))
+    tables = re.findall(r"VOCAB_FILES_NAMES = (\{.*?\})", text, re.DOTALL)
+    names = {name for table in tables for name in re.findall(r': "(.*?)"', table)}
+    assert {"vocab.json", "spiece.model", "merges.txt"} < names
+    names |= {hub.CHAT_TEMPLATE_FILE, hub.LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE}
+    names |= {f"{hub.CHAT_TEMPLATE_DIR}/a.jinja", "tokenizer.4.9.0.json", "tekken.json"}
+    names |= {value for name, value in vars(hub).items() if re.match(r".*PROCESSOR_NAME$", name)}
+    patterns = (*tokenizer_files.TOKENIZERS, *tokenizer_files.PROCESSORS)
+    assert not [name for name in names if not any(fnmatch(name, one) for one in patterns)]
+
+
+def leave_index(base, other):
+    for path in other.glob("model*"):
+        shutil.copy(path, base)
+
+
+def into_folder(base, other):
+    """Shards in a folder of their own, as the index says."""
+    leave_index(base, other)
+    (base / "model.safetensors").unlink()
+    index = json.loads((base / SHARDS).read_text())
+    (base / "part").mkdir()
+    for path in base.glob("model-*"):
+        path.rename(base / "part" / path.name)
+    weights = {name: f"part/{file}" for name, file in index["weight_map"].items()}
+    write(base / SHARDS, index | {"weight_map": weights})
+
+
+def beside(base, other):
+    shutil.copy(next(other.glob("model-*")), base / "consolidated.safetensors")
+    for name in ("optimizer.safetensors", "model.fp16.safetensors", "pytorch_model.bin"):
+        shutil.copy(base / "consolidated.safetensors", base / name)
+    write(base / "model-00002-of-00002.safetensors.incomplete", "")
+
+
+def named(name):
+    """The configuration names a file, or an index, and another model has the usual name."""
+
+    def change(base, other):
+        shutil.copy(base / "model.safetensors", base / "named.safetensors")
+        leave_index(base, other)
+        tensors = load_file(base / "model.safetensors")
+        save_file({key: -tensor for key, tensor in tensors.items()}, base / "model.safetensors")
+        update(base / "config.json", transformers_weights=name)
+
+    return change
+
+
+def no_weights(base, other):
+    (base / "model.safetensors").rename(base / "model.fp16.safetensors")
+
+
+def no_list(base, other):
+    (base / "model.safetensors").unlink()
+    write(base / SHARDS, {"metadata": {}})
+
+
+SHARDS = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+ROOMS = {
+    "an index and shards of another save": (leave_index, None),
+    "an index whose shards are gone": (
+        lambda base, other: shutil.copy(other / SHARDS, base),
+        None,
+    ),
+    "an index that was cut short": (lambda base, other: write(base / SHARDS, "{"), None),
+    "files of other programs": (beside, None),
+    "shards in a folder": (into_folder, None),
+    "a file that the configuration names": (named("named.safetensors"), None),
+    "an index that the configuration names": (named(SHARDS), None),
+    "a variant alone": (no_weights, r"has neither model\.safetensors nor .*'model\.fp16\.saf"),
+    "an index without a list": (no_list, r"index\.json has no weight_map, the file of each tensor"),
+    "a name of no file": (named("gone.safetensors"), r"has neither gone\.safetensors; it has"),
+    "an adapter": (
+        lambda base, other: write(base / ADAPTER, {}),
+        r"has an adapter_config\.json beside its weights, so transformers adds an adapter to them",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), ROOMS.values(), ids=ROOMS)
+def test_the_weights_are_those_that_transformers_reads(change, message, tmp_path):
+    """Whatever else lies in the directory: they are read, or the directory is refused."""
+    import transformers
+
+    base, other = tmp_path / "base", tmp_path / "other"
+    theirs = save_model("Llama", base, max_shard_size="1GB")
+    with torch.no_grad():
+        theirs.lm_head.weight.mul_(-3)
+    theirs.save_pretrained(other, max_shard_size="30KB")
+    change(base, other)
+    if message is None:
+        opened = transformers.AutoModelForCausalLM.from_pretrained(base).eval()
+        assert distance(logits_of(load(base), some_ids()), logits_of(opened, some_ids())) < 1e-5
+        fk.run.check_new_directory(base=base, export=tmp_path / "new")
+    else:
+        with pytest.raises(fk.CheckpointError, match=message):
+            load(base)
+    if "adapter" in str(message):  # one that is loaded next
+        tuned = fk.add_lora(fk.Transformer(fk.huggingface_spec(base)), rank=2)
+        fk.load_huggingface(tuned, base)
 
 
 def test_a_head_beside_tied_embeddings_that_equals_them_is_left_out(tmp_path):
