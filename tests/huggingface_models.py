@@ -59,6 +59,9 @@ MODELS = {
     "Dots1 groups": {**DOTS, "n_group": 3, "topk_group": 2},
 }
 
+DEFAULTS = ("Llama llama3", "Mistral", "Qwen3 untied", "Mixtral", "Qwen3Moe", "Dots1 groups")
+"""One of each family."""
+
 MORE = {"Qwen2": {}, "SeedOss": {"head_dim": 8, "attention_bias": False, "attention_dropout": 0.0}}
 """What is no row of our families, and runs as it is."""
 

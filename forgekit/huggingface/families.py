@@ -34,6 +34,12 @@ TRAINING_ONLY = frozenset(
 )
 """Fields of a ``MoESpec`` that no config.json says anything about."""
 
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+)
+"""Keys whose defaults each family has its own of."""
+
 SUPPORTED = MappingProxyType(
     {
         "hidden_act": ("silu", "swish"),
@@ -291,6 +297,11 @@ def _feed_forward(name: str, key: str) -> Iterator[Rule]:
         yield rename(f"{name}.{matrix}.weight", f"{key}.{matrix}_proj.weight")
 
 
+def _sized(*sizes: int | None, **others: Any) -> Config:
+    """The defaults of a configuration class: of ``SIZES``, and of others."""
+    return MappingProxyType({**dict(zip(SIZES, sizes, strict=True)), **others})
+
+
 def _flag(config: Config, key: str) -> bool:
     if not isinstance(value := config.get(key), bool | None):  # "false" would be true
         raise CheckpointError(f"config.json: {key} is {brief(value)}; it must be true or false.")
@@ -346,23 +357,34 @@ ROUTED = MappingProxyType(
 WINDOW = MappingProxyType({"use_sliding_window": False, "sliding_window": 4096})
 SOME_LAYERS = MappingProxyType({"layer_types": None, "max_window_layers": 28})
 
+QWEN = (151_936, 4096, 22_016, 32, 32, 32, 32_768)
+
 FAMILIES = (
-    Family("llama", "LlamaForCausalLM", defaults={"mlp_bias": False}),
+    Family(
+        "llama",
+        "LlamaForCausalLM",
+        defaults=_sized(32_000, 4096, 11_008, 32, 32, None, 2048, mlp_bias=False),
+    ),
     Family(
         "mistral",
         "MistralForCausalLM",
-        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        defaults=_sized(32_000, 4096, 14_336, 32, 32, 8, 131_072, sliding_window=4096),
     ),
     Family(
         "qwen3",
         "Qwen3ForCausalLM",
         has_qk_norm=True,
-        defaults={"num_key_value_heads": 32, "head_dim": 128, **WINDOW, **SOME_LAYERS},
+        defaults=_sized(*QWEN, head_dim=128, **WINDOW, **SOME_LAYERS),
     ),
     Family(
         "mixtral",
         "MixtralForCausalLM",
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        defaults=_sized(
+            *(32_000, 4096, 14_336, 32, 32, 8, 131_072),
+            rms_norm_eps=1e-5,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+        ),
         theta=1e6,
         experts={
             "experts": LOCAL_EXPERTS,
@@ -376,30 +398,34 @@ FAMILIES = (
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         has_qk_norm=True,
-        defaults={
-            "num_key_value_heads": 4,
-            "decoder_sparse_step": 1,
-            "norm_topk_prob": False,
+        defaults=_sized(
+            *(151_936, 2048, 6144, 24, 32, 4, 32_768),
+            decoder_sparse_step=1,
+            num_local_experts=128,
+            num_experts_per_tok=8,
+            moe_intermediate_size=768,
+            norm_topk_prob=False,
             **WINDOW,
-        },
+        ),
         experts={"experts": "num_experts", **ROUTED},
     ),
     Family(
         "dots1",
         "Dots1ForCausalLM",
         has_qk_norm=True,
-        defaults={
-            "num_key_value_heads": 32,
-            "sliding_window": 4096,
-            **SOME_LAYERS,
-            "max_window_layers": 62,
-            "n_shared_experts": 0,
-            "first_k_dense_replace": 0,
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 1.0,
-            "n_group": 1,
-            "topk_group": 1,
-        },
+        defaults=_sized(
+            *(152_064, 4608, 10_944, 62, 32, 32, 2048),
+            sliding_window=4096,
+            layer_types=None,
+            max_window_layers=62,
+            moe_intermediate_size=1408,
+            n_shared_experts=0,
+            first_k_dense_replace=0,
+            norm_topk_prob=False,
+            routed_scaling_factor=1.0,
+            n_group=1,
+            topk_group=1,
+        ),
         experts={
             "experts": "n_routed_experts",
             **ROUTED,

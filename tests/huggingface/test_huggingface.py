@@ -14,9 +14,18 @@ import attrs
 import pytest
 import torch
 from covering import some_of
-from huggingface_models import MODELS, load, logits_of, make_model, save_model, some_ids
 from lab import file_size_limit, full, full_tensors, relative_error
 from pool import run_again, run_ranks
+from huggingface_models import (
+    DEFAULTS,
+    MODELS,
+    SIZES,
+    load,
+    logits_of,
+    make_model,
+    save_model,
+    some_ids,
+)
 from safetensors.torch import load_file, save_file
 from saved import assert_same
 
@@ -158,6 +167,71 @@ def test_an_export_in_16_bits_keeps_what_has_to_be_float32(tmp_path):
             "torch_dtype": "bfloat16",
         }.items()
     )
+
+
+READ = {
+    "vocab_size": lambda config: config.vocab_size,
+    "dim": lambda config: config.hidden_size,
+    "layers": lambda config: config.num_hidden_layers,
+    "heads": lambda config: config.num_attention_heads,
+    "kv_heads": lambda config: config.num_key_value_heads,
+    "ffn_dim": lambda config: config.intermediate_size,
+    "max_seq_len": lambda config: config.max_position_embeddings,
+    "tied": lambda config: config.tie_word_embeddings,
+    "norm_eps": lambda config: config.rms_norm_eps,
+    "rope_theta": lambda config: config.rope_parameters["rope_theta"],
+    "channels": lambda config: (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    ),
+}
+READ_EXPERTS = {
+    "experts": lambda config: config.num_local_experts,
+    "top_k": lambda config: config.num_experts_per_tok,
+    "ffn_dim": lambda config: getattr(config, "moe_intermediate_size", config.intermediate_size),
+    "renormalize": lambda config: getattr(config, "norm_topk_prob", True),
+    "shared": lambda config: getattr(config, "n_shared_experts", 0) or 0,
+    "scale": lambda config: getattr(config, "routed_scaling_factor", 1.0),
+}
+
+
+def routed(config):
+    """The blocks that have experts, as the classes of the models choose them."""
+    first = getattr(config, "first_k_dense_replace", 0)
+    step = getattr(config, "decoder_sparse_step", 1)
+    dense = getattr(config, "mlp_only_layers", ())
+    blocks = range(first, config.num_hidden_layers)
+    return [n for n in blocks if n not in dense and (n + 1) % step == 0]
+
+
+NEEDED = {"n_routed_experts", "num_experts_per_tok"}
+"""Of dots1: its class has no number for them, and no model without them."""
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_a_key_that_is_left_out_has_the_value_of_the_configuration_class(kind, tmp_path):
+    import transformers
+
+    heads = {"num_attention_heads": 64, "hidden_size": 256, "tie_word_embeddings": True}
+    config_class = getattr(transformers, f"{kind.split()[0]}Config")
+    config_class(**(SIZES | MODELS[kind] | heads | {"sliding_window": None})).save_pretrained(
+        tmp_path
+    )
+    whole = config_of(tmp_path)
+    for key in whole.keys() - {"model_type"}:
+        gone = {key, "layer_types"} if key == "num_hidden_layers" else {key}
+        write(tmp_path / "config.json", {k: v for k, v in whole.items() if k not in gone})
+        if kind == "Dots1 groups" and key in NEEDED:
+            with pytest.raises(fk.CheckpointError, match=r"config\.json of .*: KeyError: 'num_"):
+                fk.huggingface_spec(tmp_path)
+            continue
+        spec = fk.huggingface_spec(tmp_path)
+        theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+        found = {name: getattr(spec, name) for name in READ}
+        assert found == {name: read(theirs) for name, read in READ.items()}, key
+        if spec.moe is not None:
+            found = {name: getattr(spec.moe, name) for name in READ_EXPERTS}
+            assert found == {name: read(theirs) for name, read in READ_EXPERTS.items()}, key
+            assert [*spec.routed] == routed(theirs), key
 
 
 SCALINGS = [
