@@ -56,6 +56,7 @@ LATE = ({"rank": 2, "alpha": 8.0, "targets": ("layers.1.*.value",)},)
 """Nothing to train before the second block."""
 ADAPTED = {
     "dense": (SPEC, DENSE),
+    "biased": (attrs.evolve(SPEC, qkv_bias=True), DENSE),
     "deep": (attrs.evolve(SPEC, layers=4), DENSE),
     "experts": (EXPERTS, MIXED),
     "beside experts": (EXPERTS, ({"rank": 2, "alpha": 8.0, "targets": ("*.query", "*.value")},)),
@@ -66,11 +67,21 @@ ADAPTED = {
 }
 
 
+def base_of(spec: fk.TransformerSpec) -> fk.Transformer:
+    """A model whose biases, if it has them, are not zero."""
+    model = fk.Transformer(spec, seed=0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.copy_(torch.linspace(-0.3, 0.5, len(parameter)))
+    return model
+
+
 def build(kind: str, dtype: torch.dtype = torch.float64, device: str = "cpu") -> nn.Module:
     """A model with adapters as ``add_lora`` leaves them."""
     spec, adapters = ADAPTED[kind]
     with torch.device(device):
-        model = fk.Transformer(spec, seed=0).to(dtype)
+        model = base_of(spec).to(dtype)
     for options in adapters:
         fk.add_lora(model, seed=3, **options)
     return model
@@ -123,7 +134,7 @@ def batches_of(world: int) -> list[list[TensorDict]]:
 
 def reference(kind: str, world: int) -> dict[str, Tensor]:
     """Gradients of the token-mean loss by name of the factor, float64, one process."""
-    base = fk.Transformer(ADAPTED[kind][0], seed=0).double()
+    base = base_of(ADAPTED[kind][0]).double()
 
     def summed_loss(model: nn.Module, batch: Any) -> fk.Loss:
         weights = adapted_weights(kind, dict(model.named_parameters()))

@@ -49,6 +49,8 @@ MODELS = {
     "Llama yarn, attention_factor": rope("yarn", **YARN, attention_factor=1.3),
     "Llama yarn, mscale": rope("yarn", **YARN, mscale=0.7, mscale_all_dim=1.4, truncate=False),
     "Mistral": {"sliding_window": 24, "max_position_embeddings": 24},
+    "Qwen2": {},
+    "Qwen2 tied": {"tie_word_embeddings": True, **rope("yarn", **YARN)},
     "Qwen3": {"head_dim": 16, "tie_word_embeddings": True},
     "Qwen3 untied": {"head_dim": 16},
     "Qwen3Moe": QWEN_MOE,
@@ -59,10 +61,18 @@ MODELS = {
     "Dots1 groups": {**DOTS, "n_group": 3, "topk_group": 2},
 }
 
-DEFAULTS = ("Llama llama3", "Mistral", "Qwen3 untied", "Mixtral", "Qwen3Moe", "Dots1 groups")
+DEFAULTS = (
+    "Llama llama3",
+    "Mistral",
+    "Qwen2",
+    "Qwen3 untied",
+    "Mixtral",
+    "Qwen3Moe",
+    "Dots1 groups",
+)
 """One of each family."""
 
-MORE = {"Qwen2": {}, "SeedOss": {"head_dim": 8, "attention_bias": False, "attention_dropout": 0.0}}
+MORE = {"SeedOss": {"head_dim": 8, "attention_bias": False, "attention_dropout": 0.0}}
 """What is no row of our families, and runs as it is."""
 
 
@@ -81,6 +91,8 @@ def make_model(kind, dtype=torch.float32, **options):
             noise = torch.rand(tensor.shape, generator=generator)
             if name.endswith("norm.weight"):
                 tensor.copy_(0.5 + noise)
+            elif name.endswith("proj.bias"):
+                tensor.copy_(noise - 0.3)
             elif name.endswith("correction_bias"):
                 tensor.copy_(noise / 4)
     return model.to(dtype)

@@ -80,6 +80,7 @@ class Family:
         name: Its ``model_type``.
         architecture: Its class for language models.
         has_qk_norm: Whether queries and keys are normalised per head.
+        has_qkv_bias: Whether queries, keys and values have a bias; no key says so.
         defaults: What its configuration class says of keys that are left out.
         theta: Base of the rotary wavelengths if none is given.
         experts: Keys of the fields of a ``MoESpec``; none for a dense family.
@@ -91,6 +92,7 @@ class Family:
     name: str
     architecture: str
     has_qk_norm: bool = False
+    has_qkv_bias: bool = False
     defaults: Config = MappingProxyType({})
     theta: float = 10_000.0
     experts: Mapping[str, str] = MappingProxyType({})
@@ -111,6 +113,8 @@ class Family:
             ValueError: If sizes do not fit together.
         """
         config = {**self.defaults, **config}
+        if self.has_qkv_bias:  # its class has no such key and always has the bias
+            config.pop("attention_bias", None)
         length = max_seq_len or config["max_position_embeddings"]
         _check_supported(config, length)
         theta, scaling = read_rope(config, self.theta)
@@ -126,6 +130,7 @@ class Family:
             ffn_dim=config["intermediate_size"],
             max_seq_len=length,
             qk_norm=self.has_qk_norm,
+            qkv_bias=self.has_qkv_bias,
             tied=_flag(config, "tie_word_embeddings"),
             rope_theta=theta,
             norm_eps=config.get("rms_norm_eps", 1e-6),
@@ -149,6 +154,8 @@ class Family:
             "max_window_layers": spec.layers,
         }
         config |= {key: value for key, value in absent.items() if key in self.defaults}
+        if self.has_qkv_bias:
+            del config["attention_bias"]
         if spec.moe is not None and self.experts:
             config |= self._write_moe(spec, spec.moe)
         try:
@@ -227,7 +234,7 @@ def compare_specs(stored: TransformerSpec, built: TransformerSpec) -> list[str]:
 def _computed(spec: TransformerSpec) -> dict[str, Any]:
     """What a spec computes, by name."""
     names = ("tokens", "dim", "layers", "heads", "kv_heads", "channels", "qk_norm", "tied")
-    values = {name: getattr(spec, name) for name in (*names, "norm_eps")}
+    values = {name: getattr(spec, name) for name in (*names, "norm_eps", "qkv_bias")}
     values = {"vocab_size": values.pop("tokens"), **values}
     values |= write_rope(spec.rope_theta, spec.rope_scaling)["rope_parameters"]
     if spec.rope_scaling is not None:
@@ -275,6 +282,8 @@ def rules(family: Family, spec: TransformerSpec, rows: int) -> Iterator[Rule]:
         yield pad(rename("output.weight", "lm_head.weight"), rows, tokens=tokens)
     for name, key in {**BLOCK, **(QK_NORM if spec.qk_norm else {})}.items():
         yield rename(f"{layer}.{name}.weight", f"{block}.{key}.weight")
+    for name in ("query", "key", "value") if spec.qkv_bias else ():
+        yield rename(f"{layer}.attention.{name}.bias", f"{block}.self_attn.{name[0]}_proj.bias")
     if len(spec.routed) < spec.layers:
         yield from _feed_forward(f"{layer}.feed_forward", f"{block}.mlp")
     if (moe := spec.moe) is None:
@@ -369,6 +378,12 @@ FAMILIES = (
         "mistral",
         "MistralForCausalLM",
         defaults=_sized(32_000, 4096, 14_336, 32, 32, 8, 131_072, sliding_window=4096),
+    ),
+    Family(
+        "qwen2",
+        "Qwen2ForCausalLM",
+        has_qkv_bias=True,
+        defaults=_sized(*QWEN, **WINDOW, **SOME_LAYERS),
     ),
     Family(
         "qwen3",

@@ -83,8 +83,8 @@ def _full_shape(module: nn.Module, parameter: Tensor) -> tuple[int, ...]:
 
 
 def _draw(shape: tuple[int, ...], name: str, seed: int, std: float | None) -> Tensor:
-    if std is None:
-        return torch.ones(shape, device="cpu")
+    if not std:
+        return torch.full(shape, 1.0 if std is None else 0.0, device="cpu")
     generator = torch.Generator("cpu").manual_seed(seed_of(seed, name))
     return torch.randn(shape, generator=generator, device="cpu") * std
 

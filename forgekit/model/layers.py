@@ -87,13 +87,14 @@ class Attention(nn.Module):
         *,
         head_dim: int | None = None,
         qk_norm: bool = False,
+        qkv_bias: bool = False,
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
         self.channels = dim // heads if head_dim is None else head_dim
-        self.query = nn.Linear(dim, heads * self.channels, bias=False)
-        self.key = nn.Linear(dim, kv_heads * self.channels, bias=False)
-        self.value = nn.Linear(dim, kv_heads * self.channels, bias=False)
+        self.query = nn.Linear(dim, heads * self.channels, bias=qkv_bias)
+        self.key = nn.Linear(dim, kv_heads * self.channels, bias=qkv_bias)
+        self.value = nn.Linear(dim, kv_heads * self.channels, bias=qkv_bias)
         self.output = nn.Linear(heads * self.channels, dim, bias=False)
         self.query_norm = nn.RMSNorm(self.channels, eps=norm_eps) if qk_norm else None
         self.key_norm = nn.RMSNorm(self.channels, eps=norm_eps) if qk_norm else None

@@ -113,6 +113,7 @@ class TransformerSpec:
         rope_scaling: Of rotary frequencies for longer sequences; None for none.
         unpadded_vocab_size: Rows that are tokens, the first ones; all if None. The others are
             padding: they take part in no softmax.
+        qkv_bias: Whether queries, keys and values have a bias.
     """
 
     vocab_size: int = field(validator=ge(1))
@@ -131,6 +132,7 @@ class TransformerSpec:
     head_dim: int | None = field(default=None, validator=(optional(ge(1)), _check_channels))
     rope_scaling: RopeScaling | None = None
     unpadded_vocab_size: int | None = field(default=None, validator=(optional(ge(1)), _check_rows))
+    qkv_bias: bool = False
 
     def __eq__(self, other: object) -> bool:
         """Whether both compute the same: without padding it does not matter how that is said."""
@@ -308,13 +310,15 @@ class Transformer(nn.Module):
         """Standard deviation of a parameter's initial values; None for a norm, filled with ones.
 
         Projections back into the residual stream are narrower by ``sqrt(2 * layers)``, so that
-        the stream's variance does not grow with depth.
+        the stream's variance does not grow with depth. A bias begins at zero.
 
         References:
             GPT-2, https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
         """
         if name.endswith("norm.weight"):
             return None
+        if name.endswith(".bias"):
+            return 0.0
         if name.endswith(INTO_STREAM):
             return INITIAL_STD / math.sqrt(2 * self.spec.layers)
         return INITIAL_STD
@@ -400,6 +404,7 @@ def _block(spec: TransformerSpec, layer: int) -> Block:
         spec.kv_heads,
         head_dim=spec.head_dim,
         qk_norm=spec.qk_norm,
+        qkv_bias=spec.qkv_bias,
         norm_eps=spec.norm_eps,
     )
     if spec.moe is not None and layer in spec.routed:

@@ -50,6 +50,7 @@ def spec_of(row: Row, **changes: Any) -> fk.TransformerSpec:
         "ffn_dim": 48,
         "max_seq_len": 24,
         "qk_norm": True,
+        "qkv_bias": True,
         "moe": MOE if row.routed else None,
     }
     return fk.TransformerSpec(**sizes | changes)

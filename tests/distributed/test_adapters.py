@@ -27,7 +27,7 @@ CASES = {
     "experts tp2": ("experts", {"tp": 2}, {}),
 }
 LONG = {
-    "tp2": ("dense", {"tp": 2}, {}),
+    "tp2": ("biased", {"tp": 2}, {}),
     "hsdp": ("dense", {"dp_replicate": 2, "dp_shard": 2}, {}),
     "fsdp2 tp2": ("dense", {"dp_shard": 2, "tp": 2}, {}),
     "fsdp2 tp2 recomputed": ("dense", {"dp_shard": 2, "tp": 2}, FULL),

@@ -20,9 +20,11 @@ PROMPT = torch.tensor([[1, 2, 3], [7, 5, 9]])
 def sharp(model):
     """Make the next token differ from row to row: fresh weights are nearly indifferent."""
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
                 parameter.mul_(12)
+            elif name.endswith(".bias"):
+                parameter.copy_(torch.linspace(-1, 2, len(parameter)))
     return model
 
 
@@ -101,7 +103,11 @@ class Answering(fk.Transformer):
 
 MODELS = {
     "beyond max_seq_len": (16, fk.Transformer, {}),
-    "tied, as many keys as queries": (6, fk.Transformer, {"kv_heads": 6, "tied": True}),
+    "tied, as many keys as queries": (
+        6,
+        fk.Transformer,
+        {"kv_heads": 6, "tied": True, "qkv_bias": True},
+    ),
     "experts": (6, fk.Transformer, {"moe": MOE, "qk_norm": False}),
     "a model that mixes positions": (6, Mixing, {}),
     "a block that does": (6, mixing_block, {}),

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 import forgekit as fk
 from forgekit.model.batch_invariant import log_probs_of
 
-WIDE = attrs.evolve(SPEC, vocab_size=211, max_seq_len=400)
+WIDE = attrs.evolve(SPEC, vocab_size=211, max_seq_len=400, qkv_bias=True)
 LORA = {"rank": 4, "alpha": 8.0, "targets": ("*.query", "*.down", "*.output")}
 TEMPERATURE = 0.8
 
@@ -31,8 +31,8 @@ def build(dtype=torch.float32, lora=None, spec=WIDE, **options):
         model = fk.add_lora(model, **lora)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 or name.endswith(".bias"):
                 parameter.mul_(6).add_(0.02 * torch.randn(parameter.shape, generator=generator))
     return model.to(dtype)
 

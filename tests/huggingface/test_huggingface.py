@@ -106,7 +106,7 @@ SMALL = fk.TransformerSpec(
 TIED = attrs.evolve(SMALL, tied=True)
 LAYOUTS = {
     "fsdp2": ({"dp_shard": 2}, "Llama tied"),
-    "tp2": ({"tp": 2, "dp_shard": 1}, "Qwen3"),
+    "tp2": ({"tp": 2, "dp_shard": 1}, "Qwen2 tied"),
     "pp2": ({"pp": 2, "dp_shard": 1}, "Llama llama3"),
     "ep2": ({"ep": 2, "dp_shard": 2}, "Dots1"),
 }
@@ -114,9 +114,9 @@ LONG = {
     "fsdp4": ({"dp_shard": 4}, "Mixtral"),
     "hsdp2x2": ({"dp_replicate": 2, "dp_shard": 2}, "Mistral"),
     "tp2-fsdp2": ({"tp": 2, "dp_shard": 2}, "Qwen3"),
-    "pp2-fsdp2": ({"pp": 2, "dp_shard": 2}, "Llama"),
+    "pp2-fsdp2": ({"pp": 2, "dp_shard": 2}, "Qwen2"),
     "pp2-tp2": ({"pp": 2, "tp": 2, "dp_shard": 1}, "Llama head_dim"),
-    "cp2-tp2": ({"cp": 2, "tp": 2, "dp_shard": 1}, "Llama"),
+    "cp2-tp2": ({"cp": 2, "tp": 2, "dp_shard": 1}, "Qwen2"),
     "pp2-experts": ({"pp": 2, "dp_shard": 2}, "Dots1"),
     "ep2-fsdp4": ({"ep": 2, "dp_shard": 4}, "Qwen3Moe"),
     "fsdp4-bf16": ({"dp_shard": 4}, "Dots1", "bf16"),  # the masters are written

@@ -27,7 +27,7 @@ DENSE = fk.TransformerSpec(
 MOE = fk.MoESpec(experts=8, top_k=3, ffn_dim=8, shared=2, first=1)
 SPECS = {
     "dense": {},
-    "gqa": {"kv_heads": 2},
+    "gqa": {"kv_heads": 2, "qkv_bias": True},
     "wide heads": {"head_dim": 8, "kv_heads": 1},
     "tied": {"tied": True, "qk_norm": True},
     "moe": {"moe": MOE},

@@ -53,9 +53,14 @@ def reference(model: fk.Transformer, ids: Tensor, positions: Tensor, doc_ids: Te
     for i in range(spec.layers):
         p = f"layers.{i}.attention"
         h = _normed(x, w[f"{p}_norm.weight"], spec.norm_eps)
-        q = (h @ w[f"{p}.query.weight"].T).view(b, s, spec.heads, -1)
-        k = (h @ w[f"{p}.key.weight"].T).view(b, s, spec.kv_heads, -1)
-        v = (h @ w[f"{p}.value.weight"].T).view(b, s, spec.kv_heads, -1)
+        q, k, v = (
+            (h @ w[f"{p}.{n}.weight"].T + w.get(f"{p}.{n}.bias", 0.0)).view(b, s, heads, -1)
+            for n, heads in (
+                ("query", spec.heads),
+                ("key", spec.kv_heads),
+                ("value", spec.kv_heads),
+            )
+        )
         if spec.qk_norm:
             q = _normed(q, w[f"{p}.query_norm.weight"], spec.norm_eps)
             k = _normed(k, w[f"{p}.key_norm.weight"], spec.norm_eps)
@@ -74,7 +79,13 @@ def reference(model: fk.Transformer, ids: Tensor, positions: Tensor, doc_ids: Te
 @pytest.mark.parametrize("doc_ids", [None, DOC_IDS], ids=["no documents", "documents"])
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"qk_norm": False}, {"tied": True}, {"rope_theta": 50.0}, {"norm_eps": 0.1}],
+    [
+        {},
+        {"qk_norm": False, "qkv_bias": True},
+        {"tied": True},
+        {"rope_theta": 50.0},
+        {"norm_eps": 0.1},
+    ],
     ids=lambda changes: ", ".join(changes) or "as it is",
 )
 def test_the_model_equals_its_second_writing(monkeypatch, changes, doc_ids, call_cost):

@@ -46,7 +46,7 @@ DTYPES = dict.fromkeys(BUILDERS, torch.float64) | {"stochastic": torch.bfloat16}
 
 def build(dtype=torch.float64, *, moe=False, mesh=None, layers=1):
     experts = fk.MoESpec(experts=6, top_k=2, ffn_dim=10, shared=1) if moe else None
-    spec = fk.TransformerSpec(**SIZES, layers=layers, qk_norm=True, moe=experts)
+    spec = fk.TransformerSpec(**SIZES, layers=layers, qk_norm=True, qkv_bias=True, moe=experts)
     model = fk.Transformer(spec, seed=1).to(dtype)
     return model if mesh is None else fk.parallelize(model, mesh)
 

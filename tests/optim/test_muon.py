@@ -93,7 +93,9 @@ def test_a_fused_matrix_is_its_parts_and_a_stack_its_matrices():
 
 def test_matrices_go_to_muon_by_their_role_and_all_else_to_adamw():
     moe = fk.MoESpec(experts=4, top_k=2, ffn_dim=8, shared=1, first=1)
-    model = fk.Transformer(fk.TransformerSpec(**DENSE, max_seq_len=8, qk_norm=True, moe=moe))
+    model = fk.Transformer(
+        fk.TransformerSpec(**DENSE, max_seq_len=8, qk_norm=True, qkv_bias=True, moe=moe)
+    )
     attention = model.layers[0].attention
     attention.query.register_parameter("lora_a", nn.Parameter(torch.zeros(2, 16)))
     attention.query.register_module("lora_B", nn.Linear(2, 16, bias=False))
@@ -116,6 +118,7 @@ def test_matrices_go_to_muon_by_their_role_and_all_else_to_adamw():
     assert roles["layers.1.feed_forward.router.weight"] == "router"
     assert roles["layers.1.attention.query_norm.weight"] == roles["norm.weight"] == "norm"
     assert roles["layers.0.attention.query.lora_a"] == "other"
+    assert roles["layers.0.attention.query.bias"] == "other"
     decays = {p: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert decays[model.layers[0].attention.query.weight] == 0.3
     assert decays[model.output.weight] == 0.3
