@@ -50,9 +50,9 @@ _BY_NAME = ("optimizer", "steppers", "adapters")
 _RANKS = "$ranks"
 _NOT_FACTS = (
     *("max_seq_len", "dropout", "capacity", "aux_loss", "sequence_aux_loss", "z_loss"),
-    *("bias_rate", "centered", "force_balance"),
+    *("bias_rate", "centered", "force_balance", "qkv_bias"),
 )
-"""Of a model's ``spec``: how it is trained, and not what it computes; a run may change them."""
+"""Of a model's ``spec``: how it is trained, which a run may change, and what its tensors show."""
 _TOKENS = "unpadded_vocab_size"
 _ROTARY = ("rope_theta", "rope_scaling")
 """What a new run may change to lengthen the context of a model."""

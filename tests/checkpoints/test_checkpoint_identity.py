@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 
@@ -94,6 +95,21 @@ def test_what_a_run_may_change_of_its_model_is_no_fact_of_it(tmp_path):
     fk.checkpoint_load(of(longer), tmp_path, parts=("model",))
     with pytest.raises(fk.CheckpointError, match="'heads' is 4 there and 8 here"):
         fk.checkpoint_load(of(attrs.evolve(longer, **HEADS)), tmp_path, parts=("model",))
+
+
+FACTS = {
+    *("vocab_size", "dim", "layers", "heads", "kv_heads", "ffn_dim", "head_dim"),
+    *("qk_norm", "tied", "rope_theta", "norm_eps", "moe", "rope_scaling"),
+}
+"""What the first checkpoints have; a fact more, and they would be refused for lack of it."""
+
+
+def test_a_trait_that_came_later_is_no_fact_and_is_seen_by_its_tensors(tmp_path):
+    fk.checkpoint_save(of(SPEC), tmp_path, blocking=True)
+    manifest = json.loads((tmp_path / "latest" / "manifest.json").read_text())
+    assert manifest["model"].keys() == FACTS
+    with pytest.raises(fk.CheckpointError, match=r"it lacks 'layers\.0\.attention\.query\.bias'"):
+        fk.checkpoint_load(of(attrs.evolve(SPEC, qkv_bias=True)), tmp_path)
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_a_copy_of_one_is_not(tmp_path):

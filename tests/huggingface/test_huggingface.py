@@ -234,6 +234,17 @@ def test_a_key_that_is_left_out_has_the_value_of_the_configuration_class(kind, t
             assert [*spec.routed] == routed(theirs), key
 
 
+def test_biases_are_those_of_a_family_and_no_key_says_so(tmp_path):
+    """A Llama that has them has one behind its attention too."""
+    save_model("Qwen2", tmp_path / "base")
+    update(tmp_path / "base" / "config.json", attention_bias=False)
+    model = load(tmp_path / "base")
+    assert model.spec.qkv_bias
+    fk.save_huggingface(model, tmp_path / "ours", check_logits=True)
+    assert config_of(tmp_path / "ours")["model_type"] == "qwen2"
+    assert "attention_bias" not in config_of(tmp_path / "ours")
+
+
 SCALINGS = [
     None,
     fk.RopeScaling(kind="linear", factor=2.0),

@@ -33,8 +33,11 @@ def test_a_parameter_has_the_same_values_in_a_deeper_model():
 
 
 def test_widths_are_as_documented():
-    spec = attrs.evolve(SPEC, dim=96, ffn_dim=256, vocab_size=300, layers=8)
+    spec = attrs.evolve(SPEC, dim=96, ffn_dim=256, vocab_size=300, layers=8, qkv_bias=True)
     for name, values in weights(spec).items():
+        if name.endswith(".bias"):
+            assert values.eq(0).all()
+            continue
         if name.endswith("norm.weight"):
             assert torch.equal(values, torch.ones_like(values))
             continue
