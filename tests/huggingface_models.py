@@ -72,7 +72,16 @@ DEFAULTS = (
 )
 """One of each family."""
 
-MORE = {"SeedOss": {"head_dim": 8, "attention_bias": False, "attention_dropout": 0.0}}
+KINDS = ("sliding_attention", "full_attention", "sliding_attention")
+WINDOWS = {"head_dim": 8, "sliding_window": 6, "layer_types": [*KINDS]}
+MORE = {
+    "Gemma3": {**WINDOWS, "tie_word_embeddings": True, "rope_parameters": None},
+    "Gemma3 untied": {**WINDOWS, "tie_word_embeddings": False, "rope_parameters": None},
+    "Olmo2": {},
+    "GptOss": {**WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2, **rope("yarn", **YARN)},
+    "Phi3": {"pad_token_id": 0},
+    "SeedOss": {"head_dim": 8, "attention_bias": False, "attention_dropout": 0.0},
+}
 """What is no row of our families, and runs as it is."""
 
 
@@ -82,16 +91,16 @@ def make_model(kind, dtype=torch.float32, **options):
 
     name = kind.split()[0]
     options = SIZES | (MODELS | MORE)[kind] | options
-    config = getattr(transformers, f"{name}Config")(**options)
+    model_class = getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = model_class(model_class.config_class(**options)).eval()
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             noise = torch.rand(tensor.shape, generator=generator)
             if name.endswith("norm.weight"):
                 tensor.copy_(0.5 + noise)
-            elif name.endswith("proj.bias"):
+            elif name.endswith(("proj.bias", "sinks", "router.bias", "proj_bias")):
                 tensor.copy_(noise - 0.3)
             elif name.endswith("correction_bias"):
                 tensor.copy_(noise / 4)

@@ -1,7 +1,7 @@
 """How tensors of a model of transformers are named in its directories.
 
-They have the names of the model itself, but for experts: transformers 5 holds those of a layer in
-two tensors, gate and up projections side by side, and directories have three for each expert.
+They have the names of the model itself, but for most experts: transformers 5 holds those of a layer
+in two tensors, gate and up projections side by side, and directories have three for each expert.
 """
 
 from __future__ import annotations
@@ -31,6 +31,9 @@ EXPERTS = MappingProxyType(
     {"mixtral": MIXTRAL, "qwen2_moe": QWEN, "qwen3_moe": QWEN, "dots1": QWEN}
 )
 """Gate, up and down projection of an expert, by the type of a model."""
+
+FUSED = ("gpt_oss",)
+"""Types whose directories hold the experts of a layer as the model does."""
 
 GATE_UP, DOWN, ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"
 
@@ -106,10 +109,12 @@ def transformers_names(model: nn.Module) -> NameMap:
     with torch.device("meta"):
         tensors = named_tensors(_class_of(model)(config))
     experts = EXPERTS.get(config.model_type)
-    if experts is None and (fused := [name for name in tensors if name.endswith(GATE_UP)]):
+    fused = [name for name in tensors if name.endswith(GATE_UP)]
+    if fused and config.model_type not in (*EXPERTS, *FUSED):
         raise CheckpointError(
             f"{fused[0]!r} holds all experts of a layer, and how a model of the type "
-            f"{config.model_type!r} names them on disk is known of {[*EXPERTS]} only. Pass names=."
+            f"{config.model_type!r} names them on disk is known of {[*EXPERTS, *FUSED]} only. "
+            "Pass names=."
         )
     return NameMap([_rule(name, experts) for name in tensors], tensors)
 

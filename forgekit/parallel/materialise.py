@@ -25,7 +25,7 @@ def check_buffers(model: nn.Module) -> None:
         f"{name}.{leaf}".lstrip(".")
         for name, module in model.named_modules()
         for leaf, buffer in module.named_buffers(recurse=False)
-        if buffer.is_meta and not hasattr(module, "reset_buffers") and not _is_rotary(module)
+        if buffer.is_meta and not hasattr(module, "reset_buffers") and not _is_known(module)
     ]
     if lost:
         raise ValueError(
@@ -99,14 +99,26 @@ def _allocate(root: nn.Module, device: str, device_of_parameters: str) -> None:
     root._apply(allocate)
 
 
-def _is_rotary(module: nn.Module) -> bool:
-    """Whether it is a rotary embedding of transformers, whose buffers follow from its config."""
-    return hasattr(module, "inv_freq") and hasattr(module, "config") and not [*module.children()]
+SCALE = "scalar_embed_scale"
+"""Where an embedding of transformers that multiplies what it looks up keeps its factor."""
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether it is of transformers: a rotary embedding, or an embedding with a factor.
+
+    Buffers of the first follow from its config, one set or one for each kind of layer.
+    """
+    names = [name for name, _ in module.named_buffers()]
+    is_rotary = hasattr(module, "config") and all(name.endswith("inv_freq") for name in names)
+    return hasattr(module, SCALE) or (is_rotary and not [*module.children(), *module.parameters()])
 
 
 def _reset_buffers(module: nn.Module) -> None:
     if hasattr(module, "reset_buffers"):
         module.reset_buffers()  # pyright: ignore[reportCallIssue]
+        return
+    if hasattr(module, SCALE):
+        module.get_buffer("embed_scale").fill_(getattr(module, SCALE))
         return
     twin = type(module)(module.config)  # pyright: ignore[reportArgumentType]
     for name, buffer in twin.named_buffers():

@@ -237,7 +237,7 @@ def test_a_key_that_is_left_out_has_the_value_of_the_configuration_class(kind, t
 def test_biases_are_those_of_a_family_and_no_key_says_so(tmp_path):
     """A Llama that has them has one behind its attention too."""
     save_model("Qwen2", tmp_path / "base")
-    update(tmp_path / "base" / "config.json", attention_bias=False)
+    update(tmp_path / "base" / "config.json", attention_bias=True)
     model = load(tmp_path / "base")
     assert model.spec.qkv_bias
     fk.save_huggingface(model, tmp_path / "ours", check_logits=True)

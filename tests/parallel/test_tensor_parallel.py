@@ -69,8 +69,9 @@ class Foreign(nn.Module):
 class Placed(nn.Module):
     """What can have its positions sharded; projected without gradients too, changed in place."""
 
-    def __init__(self):
+    def __init__(self, change=torch.Tensor.mul_):
         super().__init__()
+        self.change = change
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 20)
@@ -84,8 +85,13 @@ class Placed(nn.Module):
         h = self.norm(x)
         with torch.no_grad():
             level = self.up(h).abs().amax(-1, keepdim=True) > 0
-        x = x + self.drop(self.down(F.gelu(self.up(h).mul_(level).cumsum(1))))
+        x = x + self.drop(self.down(F.gelu(self.change(self.up(h), level).cumsum(1))))
         return self.head(self.last(x))
+
+
+def mixed(h: Tensor, level: Tensor) -> Tensor:
+    """What sees all channels."""
+    return F.rms_norm(h * level, h.shape[-1:])
 
 
 def transformer(**changes: Any) -> fk.Transformer:
@@ -103,11 +109,14 @@ PLACED = {
     "down": "rowwise",
     "head": "colwise",
 }
+GATHERED = {"*up": "colwise_gathered", "*down": "rowwise_split"}
 CASES: dict[str, tuple[Any, Any]] = {
     "tied": (Foreign, MATRICES),
     "torch's own style": (Foreign, {**MATRICES, "*.up": ColwiseParallel()}),
     "only a matrix": (Foreign, {"body.1.up": "colwise", "body.1.down": "rowwise"}),
     "positions": (Placed, PLACED),
+    "all channels between": (Foreign, {**MATRICES, **GATHERED}),
+    "positions, all channels": (partial(Placed, mixed), {**PLACED, **GATHERED}),
     "our own, tied, dropout": (partial(transformer, dropout=0.3, tied=True, qk_norm=False), None),
 }
 

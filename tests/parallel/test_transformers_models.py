@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from huggingface_models import MODELS, MORE, SIZES, save_model, some_ids
 from lab import full_tensors, relative_error
 from pool import run_ranks
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -50,26 +50,32 @@ def build(kind, device, dtype=torch.float64, **changes):
 
     name = kind.split()[0]
     sizes = {**SIZES, **{**MODELS, **MORE}.get(kind, {}), **EVEN, **changes}
-    config = getattr(transformers, f"{name}Config")(**sizes)
+    model_class = getattr(transformers, f"{name}ForCausalLM")
+    config = model_class.config_class(**sizes)
     config.use_cache = False
     if dtype == torch.float64:  # grouped products know no other
         config._experts_implementation = "eager"
     with torch.device(device):
-        model = getattr(transformers, f"{name}ForCausalLM")(config).train().to(dtype)
+        model = model_class(config).train().to(dtype)
     for module in model.modules():  # theirs compute in float32, whatever they are given
-        if dtype == torch.float64 and hasattr(module, "variance_epsilon"):
+        if dtype == torch.float64 and "RMSNorm" in type(module).__name__:
             module.forward = partial(_norm, module)
+        if dtype == torch.float64 and hasattr(module, "scalar_embed_scale") and device == "cpu":
+            module.embed_scale.fill_(module.scalar_embed_scale)  # it was rounded to float32
     return model
 
 
 def _norm(module, x):
+    if hasattr(module, "eps"):  # Gemma's
+        return F.rms_norm(x, x.shape[-1:], 1 + module.weight, module.eps)
     return F.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
 
 
-def train(model, mesh, rank=0, world=1, steps=STEPS):
-    optimizer = torch.optim.SGD(model.parameters())  # Adam's first step knows signs alone
+def train(model, mesh, rank=0, world=1, steps=STEPS, loss=loss_fn):
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained)  # Adam's first step knows signs alone
     state = fk.TrainState.create(model, optimizer, mesh=mesh)
-    step = fk.make_step(loss_fn, schedule=fk.constant(0.5), max_norm=1.0)
+    step = fk.make_step(loss, schedule=fk.constant(0.5), max_norm=1.0)
     losses = []
     for number in range(steps):
         state, metrics = step(state, [b.chunk(world)[rank] for b in micro_batches(number)])
@@ -123,7 +129,7 @@ def check(kinds, layout, world, directory, dtype=torch.float64):
     models = {kind: save_model(kind, directory / kind / "base", **EVEN) for kind in kinds}
     results = run_ranks(_trained, world, kinds, layout, directory, dtype, timeout_s=120)
     for kind, model in models.items():
-        has_router = kind in ("Qwen3Moe", "Mixtral")  # which computes in float32
+        has_router = kind in ("Qwen3Moe", "Mixtral", "GptOss")  # which computes in float32
         tolerance = 1e-3 if dtype == torch.float32 else 1e-6 if has_router else 1e-10
         base, tuned = (load_all(directory / kind / name) for name in ("base", "tuned"))
         assert tuned.keys() == base.keys()
@@ -146,20 +152,26 @@ def check(kinds, layout, world, directory, dtype=torch.float64):
         assert relative_error(full_tensors(reference), found) == 0
 
 
-@pytest.mark.parametrize(("kind", "layout"), [("Mixtral", "tp2"), ("Llama llama3", "pp2")])
+SOME = [("Mixtral", "tp2"), ("Llama llama3", "pp2"), ("Olmo2", "tp2"), ("Gemma3", "fsdp2")]
+
+
+@pytest.mark.parametrize(("kind", "layout"), SOME)
 def test_a_model_of_transformers_trains_as_in_one_process(kind, layout, tmp_path):
     """From its directory into shards, two steps in float64, and every parameter out again."""
     check((kind,), layout, 2, tmp_path)
 
 
 ALL = ("Llama llama3", "Llama yarn", "Mistral", "Qwen2", "Qwen3 untied", "Qwen3Moe", "Mixtral")
+ALL = (*ALL, "Gemma3 untied", "Olmo2", "Phi3")
+TIED = ("Llama tied", "Qwen3", "Gemma3")
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_all_kinds_train_as_in_one_process(layout, tmp_path):
     world = 4 if "-" in layout else 2
-    kinds = ALL if "pp" in layout else (*ALL, "Llama tied", "Qwen3")
+    kinds = ALL if "pp" in layout else (*ALL, *TIED)
+    kinds = kinds if "tp" in layout else (*kinds, "GptOss")  # it has no plan
     check(kinds, layout, world, tmp_path)
 
 
@@ -169,10 +181,103 @@ def test_grouped_products_of_experts_train_as_in_one_process(layout, tmp_path):
     check(("Qwen3Moe", "Mixtral"), layout, 2, tmp_path, torch.float32)
 
 
+PROJECTIONS = ("*.q_proj", "*.o_proj", "*.down_proj")
+TARGETS = {
+    "Gemma3": PROJECTIONS,
+    "Olmo2": PROJECTIONS,
+    "Phi3": ("*.qkv_proj", "*.o_proj", "*.gate_up_proj"),
+    "GptOss": ("*.q_proj", "*.o_proj"),
+}
+"""Matrices with adapters, by kind."""
+
+
+def head_loss(model, batch):
+    head = partial(fk.linear_cross_entropy, labels=batch["labels"])
+    return model(batch["input_ids"], head=head)
+
+
+def adapted(kind, device):
+    return fk.add_lora(build(kind, device), rank=2, alpha=6.0, targets=TARGETS[kind], seed=3)
+
+
+def _tuned(rank, world, kinds, layout, directory):
+    mesh = fk.build_mesh(fk.MeshSpec(**LAYOUTS[layout]), device="cpu")
+    data_rank, data_world = fk.data_ranks(mesh)
+    for kind in kinds:
+        model = fk.parallelize(adapted(kind, "meta"), mesh, head="lm_head")
+        fk.load_huggingface(model, directory / kind / "base")
+        state, _ = train(model, mesh, data_rank, data_world, loss=head_loss)
+        fk.save_adapter(state.model, directory / kind / "adapter")
+        fk.merge_lora(state.model)
+        fk.save_huggingface(state.model, directory / kind / layout, like=directory / kind / "base")
+
+
+def tuned_plainly(kind, model):
+    """What plain torch makes of the factors, added to each weight by hand."""
+    reference = build(kind, "cpu")
+    reference.load_state_dict(model.state_dict())
+    base = {name: p.detach().clone() for name, p in reference.named_parameters()}
+    drawn = {n: p for n, p in adapted(kind, "cpu").named_parameters() if "lora_" in n}
+    factors = {name: p.detach().clone().requires_grad_() for name, p in drawn.items()}
+
+    def weights():
+        ends = [name.removesuffix("lora_A") for name in factors if name.endswith("lora_A")]
+        moved = {f"{e}weight": factors[f"{e}lora_B"] @ factors[f"{e}lora_A"] for e in ends}
+        return base | {name: base[name] + 3.0 * product for name, product in moved.items()}
+
+    for number in range(STEPS):
+        batch = torch.cat(micro_batches(number))
+        logits = torch.func.functional_call(reference, weights(), (batch["input_ids"],)).logits
+        F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
+        torch.nn.utils.clip_grad_norm_(factors.values(), 1.0)
+        torch.optim.SGD(factors.values(), lr=0.5).step()
+        for factor in factors.values():
+            factor.grad = None
+    return {name: weight.detach() for name, weight in weights().items()}, base
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("layout", ["fsdp2", "tp2"])
+def test_adapters_and_a_head_of_other_kinds_train_as_in_one_process(layout, tmp_path):
+    """And what is exported, merged, opens in transformers."""
+    import transformers
+
+    kinds = [kind for kind in TARGETS if (kind, layout) != ("GptOss", "tp2")]
+    models = {kind: save_model(kind, tmp_path / kind / "base", **EVEN) for kind in kinds}
+    run_ranks(_tuned, 2, kinds, layout, tmp_path, timeout_s=120)
+    for kind, model in models.items():
+        expected, base = tuned_plainly(kind, model)
+        opened = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / kind / layout, dtype=torch.float64
+        )
+        found = {name: p.detach() for name, p in opened.named_parameters()}
+        moved = {n: p - base[n] for n, p in expected.items() if not torch.equal(p, base[n])}
+        assert len(moved) == 3 * len(TARGETS[kind])
+        assert all(torch.equal(found[n], p) for n, p in base.items() if n not in moved)
+        tolerance = 1e-6 if kind == "GptOss" else 1e-10
+        assert relative_error({n: found[n] - base[n] for n in moved}, moved) < tolerance
+
+
 def load_all(directory):
     return dict(
         item for path in directory.glob("*.safetensors") for item in load_file(path).items()
     )
+
+
+def test_what_other_kinds_do_not_have_is_refused(tmp_path):
+    model = build("GptOss", "cpu", torch.float32)
+    with pytest.raises(ValueError, match=r"^tp is 2 and GptOssForCausalLM has no plan of its own"):
+        read_plan(model, 2)
+    for pattern in ("*.experts", "*.router"):
+        with pytest.raises(ValueError, match="matches no linear layer and no stack of experts; "):
+            fk.add_lora(model, targets=pattern)
+    save_model("GptOss", tmp_path, max_shard_size="1GB", **EVEN)
+    tensors = load_file(tmp_path / "model.safetensors")
+    packed = {name: t for name, t in tensors.items() if not name.endswith("gate_up_proj")}
+    packed |= {f"{name}_blocks": tensors[name].byte() for name in tensors.keys() - packed}
+    save_file(packed, tmp_path / "model.safetensors")
+    with pytest.raises(fk.CheckpointError, match=r"fit the model: it lacks '.*gate_up_proj'"):
+        fk.load_huggingface(model, tmp_path)
 
 
 def test_models_that_do_not_fit_are_refused(tmp_path):

@@ -33,6 +33,8 @@ TRANSFORMERS_STYLES: Mapping[str, str] = MappingProxyType(
     {
         "colwise": "colwise",
         "rowwise": "rowwise",
+        "colwise_gather_output": "colwise_gathered",
+        "rowwise_split_input": "rowwise_split",
         "replicated_with_grad_allreduce": "heads",
         TRANSFORMERS_EXPERTS: GROUPED,
     }
@@ -159,7 +161,8 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
             f'{name!r} is packed (add_lora(base="nf4")), which FSDP alone can shard, not style '
             f"{style!r}. Use tp=1, or leave base out."
         )
-    if style in ("colwise", "rowwise", "embedding") and "weight" not in module._parameters:
+    shards = str(style).startswith(("colwise", "rowwise", "embedding"))
+    if shards and "weight" not in module._parameters:
         raise ValueError(
             f"{name!r} computes its weight (weight norm, a parametrization), so style {style!r} "
             "has none to shard, and each rank would add up the whole product. Bake it in "

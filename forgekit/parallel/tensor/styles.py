@@ -83,8 +83,14 @@ def _apply_colwise(module: nn.Linear, region: Region) -> None:
     wrap_forward(module, partial(_project_out, module, region))
 
 
-def _apply_rowwise(module: nn.Linear, region: Region) -> None:
-    """Shard a projection by its inputs: this rank's channels in, sums over ranks out."""
+def _apply_gathered(module: nn.Linear, region: Region) -> None:
+    """Shard a projection by its outputs: all channels in, and all out."""
+    _distribute(module, region, Shard(0))
+    wrap_forward(module, partial(_project_whole, module, region))
+
+
+def _apply_rowwise(project: Forward, module: nn.Linear, region: Region) -> None:
+    """Shard a projection by its inputs: this rank's channels, or all, in; sums over ranks out."""
     bias = module.bias
     # A bias is added once, to the sum: it stays whole, or each rank would add it.
     module.bias = None  # pyright: ignore[reportAttributeAccessIssue]
@@ -93,7 +99,7 @@ def _apply_rowwise(module: nn.Linear, region: Region) -> None:
     if isinstance(module, LoraLinear):
         module.add_up = partial(_sum_parts, region.mesh)
         module.drop = partial(_drop_channels, region)
-    wrap_forward(module, partial(_project_in, module, region))
+    wrap_forward(module, partial(project, module, region))
 
 
 def _apply_embedding(module: nn.Embedding, region: Region) -> None:
@@ -204,6 +210,17 @@ def _project_out(module: nn.Linear, region: Region, forward: Forward, x: Tensor)
     gradient = partial(_gradient, Shard(0))
     out = with_local_parameters([module], gradient, forward, take_whole(x, region.mesh))
     return _shards(out, region, Shard(-1)) if module in region.logits else out
+
+
+def _project_whole(module: nn.Linear, region: Region, forward: Forward, x: Tensor) -> Tensor:
+    """``[... d]`` -> ``[... e]``, gathered, which all ranks then treat alike."""
+    out = _shards(_project_out(module, region, forward, x), region, Shard(-1))
+    return out.redistribute(placements=(EVERYWHERE,)).to_local()
+
+
+def _project_split(module: nn.Linear, region: Region, forward: Forward, x: Tensor) -> Tensor:
+    """``[b s d]``, alike on all ranks -> ``[b s e]``, or this rank's positions of it."""
+    return _project_in(module, region, forward, _shards(x, region, EVERYWHERE))
 
 
 def _project_in(module: nn.Linear, region: Region, forward: Forward, x: Tensor) -> Tensor:
@@ -361,6 +378,10 @@ def _weight_rows(_module: nn.Module) -> dict[str, int]:
     return {"weight": 0}
 
 
+def _weight_columns(_module: nn.Module) -> dict[str, int]:
+    return {"weight": 1}
+
+
 def _rows(module: nn.Module) -> dict[str, int]:
     return {name: 0 for name, _ in module.named_parameters(recurse=False)}
 
@@ -385,7 +406,13 @@ GROUPED = "grouped"
 STYLES: Mapping[str, StyleRecord] = MappingProxyType(
     {
         "colwise": StyleRecord("nn.Linear", _is_linear, _apply_colwise, _weight_rows),
-        "rowwise": StyleRecord("nn.Linear", _is_linear, _apply_rowwise, lambda _: {"weight": 1}),
+        "colwise_gathered": StyleRecord("nn.Linear", _is_linear, _apply_gathered, _weight_rows),
+        "rowwise": StyleRecord(
+            "nn.Linear", _is_linear, partial(_apply_rowwise, _project_in), _weight_columns
+        ),
+        "rowwise_split": StyleRecord(
+            "nn.Linear", _is_linear, partial(_apply_rowwise, _project_split), _weight_columns
+        ),
         "embedding": StyleRecord(PLAIN_EMBEDDINGS, _is_plain, _apply_embedding, _weight_rows),
         "sequence": StyleRecord("norms and nn.Dropout", _has_positions_alone, _apply_sequence),
         "heads": StyleRecord(PARTS, _is_norm, partial(_apply_part, EVERYWHERE)),

@@ -7,7 +7,9 @@ it is:
 | style | for | parameters | activations |
 |---|---|---|---|
 | ``colwise`` | ``nn.Linear`` | rows of the weight | all channels in, this rank's out |
+| ``colwise_gathered`` | the same, before what sees all | rows | all channels in and out |
 | ``rowwise`` | ``nn.Linear`` | columns of the weight | this rank's channels in, sums out |
+| ``rowwise_split`` | the same, behind what sees all | columns | all channels in, sums out |
 | ``embedding`` | ``nn.Embedding`` | rows of the vocabulary | sums out |
 | ``sequence`` | norms, ``nn.Dropout`` | on every rank | this rank's positions |
 | ``heads`` | norms of a head's channels, an activation with one weight | on every rank, \
@@ -59,7 +61,8 @@ def apply_plan(
 
     A projection that holds several matrices side by side (one weight for queries, keys and values)
     cannot be sharded as one: its first rows would be queries on one rank and keys on another. What
-    an ``embedding`` or a ``rowwise`` module returns must not be changed in place; torch refuses it.
+    an ``embedding``, a ``rowwise`` or a ``colwise_gathered`` module returns must not be changed in
+    place; torch refuses it.
 
     Args:
         model: Any model.
