@@ -64,7 +64,7 @@ def write_tokenizer(tokenizer: Any, directory: Path, like: Path | None) -> int |
             raise CheckpointError(
                 f"tokenizer: {tokenizer} is no {TOKENIZER}, and no folder with one."
             )
-    elif hasattr(tokenizer, "save_pretrained"):
+    elif tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(str(directory))
     elif tokenizer is not None:
         tokenizer.save(str(file))

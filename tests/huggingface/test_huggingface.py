@@ -14,8 +14,6 @@ import attrs
 import pytest
 import torch
 from covering import some_of
-from lab import file_size_limit, full, full_tensors, relative_error
-from pool import run_again, run_ranks
 from huggingface_models import (
     DEFAULTS,
     MODELS,
@@ -26,6 +24,8 @@ from huggingface_models import (
     save_model,
     some_ids,
 )
+from lab import file_size_limit, full, full_tensors, relative_error
+from pool import run_again, run_ranks
 from safetensors.torch import load_file, save_file
 from saved import assert_same
 

@@ -166,8 +166,11 @@ def test_a_run_that_cannot_be_is_refused_before_it_starts(
     shutil.copy(base / "model.safetensors", bare)
     for folder in (bare, vast):
         shutil.copy(base / "config.json", folder)
-    for number in range(4):
-        with (vast / f"model-0000{number}-of-00004.safetensors").open("wb") as file:
+    shards = [f"model-0000{number}-of-00004.safetensors" for number in range(4)]
+    weights = {"weight_map": dict(zip("abcd", shards, strict=True))}
+    (vast / "model.safetensors.index.json").write_text(json.dumps(weights))
+    for name in shards:
+        with (vast / name).open("wb") as file:
             file.truncate(2**43)  # without any block of the disk
     settings, sentence = (REFUSED | OF_DPO)[case]
     with pytest.raises(SystemExit) as stop:
