@@ -3,7 +3,10 @@
 A family is a row of ``FAMILIES``. A dense one needs its row, with the defaults of its configuration
 class in transformers; a row of ``tests/huggingface_models.py``, so that the tests compare it
 with transformers; and its name in ``docs/huggingface.md``. What it writes is read back and
-compared.
+compared. A trait that no model has yet is a field of ``TransformerSpec`` whose default changes no
+checkpoint, in ``model/transformer.py`` (with plan, roles and initial values) and ``layers.py``; a
+field of ``Family``, here in ``read``, ``_computed`` and ``rules``; and ``_NOT_FACTS`` in
+``checkpoints/state_dict.py`` if its tensors show it.
 """
 
 from __future__ import annotations
