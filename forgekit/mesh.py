@@ -8,10 +8,18 @@ fail on some ranks and leave the others waiting.
 
 from __future__ import annotations
 
+import atexit
+import gc
+import logging
 import math
 import os
+import sys
+import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
+from itertools import chain
 from typing import cast
 
 import attrs
@@ -24,12 +32,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from forgekit.checks import RankCountError, counted, divisors
 from forgekit.devices import check_device, devices_here
 from forgekit.environment import identity, local_world, rendezvous
+from forgekit.ranks import GroupThread
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
 EXPERT_DIMENSIONS = ("pp", "dp_replicate", "fsdp_ep", "ep", "tp")
 """Those of the root mesh where ranks share experts: ``fsdp_ep * ep`` is ``dp_shard * cp``."""
 START_TIMEOUT = timedelta(minutes=30)
+PATIENCE_S = 5.0
+"""How long ``shutdown`` waits for collectives that have not ended."""
+POLL_S = 0.001
+
+_log = logging.getLogger("forgekit")
 
 
 @attrs.frozen(kw_only=True)
@@ -229,17 +243,96 @@ def rank_name(mesh: DeviceMesh | None) -> str:
 
 
 def shutdown() -> None:
-    """Destroy the process groups, so that the process can end without complaint."""
+    """Destroy the process groups, so that the process can end; every rank's last call.
+
+    A script that forgets it gets it at the interpreter's exit. It waits for saves. Afterwards no
+    thread of gloo holds a tensor: one that frees a tensor while the interpreter ends aborts the
+    process. A collective that other ranks never join is given up after five seconds; the process
+    then ends without finalization, with all flushed and the code of the exception in flight, or 1.
+    """
+    for thread in threading.enumerate():
+        if isinstance(thread, GroupThread):
+            thread.join()
+    error = sys.exc_info()[1]
+    code = error.code if isinstance(error, SystemExit) else 1
+    if stuck := _destroy_groups():
+        atexit.register(_leave, code if isinstance(code, int) else int(code is not None), stuck)
+
+
+def _end(process: int) -> None:
+    """Shut down at the interpreter's exit, but not that of a fork, which has no threads of gloo."""
+    if os.getpid() == process and (stuck := _destroy_groups()):
+        _leave(1, stuck)
+
+
+def _leave(code: int, _stuck: list[dist.ProcessGroup]) -> None:
+    """End the process at once: finalization would wait for these groups, or abort."""
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):  # it is None or closed, or nobody reads it
+            stream.flush()
+    os._exit(code)
+
+
+def _destroy_groups() -> list[dist.ProcessGroup]:
+    """Destroy all groups and let meshes and caches forget them; return those still at work."""
+    atexit.unregister(_end)
+    meshes = [mesh for mesh in gc.get_objects() if type(mesh) is DeviceMesh]
+    # Those of meshes too, which a user may have destroyed: their threads live on.
+    known = chain(dist.distributed_c10d._world.pg_map, *(m._pg_registry.values() for m in meshes))
+    deadline = time.monotonic() + PATIENCE_S
+    stuck = [group for group in {*known} if not _is_idle(group, deadline)]
+    for group in stuck:
+        _log.warning("a collective of group %r never ended; did all ranks join?", group.group_desc)
     if dist.is_initialized():
         dist.destroy_process_group()
-        _forget_groups()
+    for mesh in meshes:  # or the threads of their groups would go on polling
+        mesh._pg_registry.clear()
+    _forget_groups()
+    return stuck
+
+
+def _is_idle(group: dist.ProcessGroup, deadline: float) -> bool:
+    """Wait until gloo's threads have dropped a group's collectives; False after the deadline.
+
+    A thread drops a collective after its caller has gone on, and before it begins the next one. So
+    each gets one more, which sends nothing for it has no elements, and is held in it until all are.
+    """
+    cpu = torch.device("cpu")
+    gloo = group._get_backend(cpu) if cpu in group._device_types else None
+    gloo = getattr(gloo, "wrapped_pg", gloo)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    if not dist.is_gloo_available() or not isinstance(gloo, dist.ProcessGroupGloo):
+        return True
+    here, threads, all_held = threading.get_ident(), list[int](), threading.Event()
+    begin = time.monotonic()
+
+    def hold(_: object) -> None:
+        threads.append(threading.get_ident())
+        if threads[-1] != here:  # torch calls it here if the collective has ended before
+            all_held.wait()
+
+    # The first goes nowhere: it has the number of references of those that threads have dropped.
+    tensors = [torch.empty(0, device=cpu)]
+    try:
+        while is_late := len({*threads} - {here}) < gloo.options._threads:
+            if time.monotonic() > max(deadline, begin + 1.0):
+                break
+            if len(threads) == len(tensors) - 1:
+                tensors.append(torch.empty(0, device=cpu))
+                gloo.allreduce([tensors[-1]]).get_future().then(hold)
+            time.sleep(POLL_S)
+    finally:
+        all_held.set()
+    while not is_late and len({sys.getrefcount(tensor) for tensor in tensors}) > 1:
+        time.sleep(POLL_S)
+    return not is_late
 
 
 def _forget_groups() -> None:
-    """Empty DTensor's caches: a later mesh may equal one of those whose groups are gone.
-
-    They also keep the meshes, those their groups, and each group of gloo has a thread that polls.
-    """
+    """Empty DTensor's caches: a later mesh may equal one of those whose groups are gone."""
+    if "torch.distributed.tensor" not in sys.modules:  # its import takes a second
+        return
     from torch.distributed.tensor import _redistribute, debug
 
     for module, clear in (
@@ -277,6 +370,7 @@ def _start(kind: str, rank: int, world: int) -> None:
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=START_TIMEOUT
     )
+    atexit.register(_end, os.getpid())
 
 
 def mesh_of(

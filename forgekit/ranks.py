@@ -7,6 +7,7 @@ interrupts one rank, a signal or Ctrl-C, is no failure: it interrupts all of the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
@@ -20,6 +21,10 @@ T = TypeVar("T")
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, is damaged, or does not belong to this run."""
+
+
+class GroupThread(threading.Thread):
+    """A thread that uses process groups: ``shutdown`` waits for its end."""
 
 
 @attrs.frozen

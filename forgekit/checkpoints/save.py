@@ -47,7 +47,7 @@ from forgekit.checkpoints.state_dict import (
 )
 from forgekit.files import write_atomic
 from forgekit.model.lora import check_unmerged
-from forgekit.ranks import CheckpointError, Ranks, explain
+from forgekit.ranks import CheckpointError, GroupThread, Ranks, explain
 from forgekit.safetensors_files import contents
 from forgekit.state import SaveHandle, TrainState
 from forgekit.tensors import local
@@ -99,7 +99,7 @@ class PendingSave:
             self._future.set_exception(error)
 
 
-class _SaveThread(threading.Thread):
+class _SaveThread(GroupThread):
     """The thread of a save; Python's list of threads says which saves are running."""
 
     def __init__(self, save: PendingSave, work: Callable[[], Path | str]) -> None:
