@@ -6,6 +6,7 @@ when no more will come. What a message holds is up to the function that builds b
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
 import json
@@ -335,16 +336,18 @@ class Prefetched:
         self._source = source
         self._ready: queue.Queue[Message | BaseException | None] = queue.Queue()
         self._room = threading.Semaphore(most)
-        self._is_closed, self._is_running = threading.Event(), False
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def __repr__(self) -> str:
         return repr(self._source)
 
     def read(self, timeout_s: float) -> Message | None:
         """Wait for what the thread has read, or for what it raised."""
-        if not (self._is_running or self.has_ended):
-            self._is_running = True
-            threading.Thread(target=self._run, daemon=True).start()
+        if self._thread is None and not self.has_ended:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            atexit.register(self._end)
+            self._thread.start()
         try:
             message = None if self.has_ended else self._ready.get(timeout=timeout_s)
         except queue.Empty:
@@ -352,7 +355,7 @@ class Prefetched:
         self._room.release()
         self.has_ended = message is None
         if isinstance(message, BaseException):
-            self._is_running = False  # the thread has ended; who reads again asks again
+            self._thread = None  # it has ended; who reads again asks again
             raise message
         return message
 
@@ -368,6 +371,12 @@ class Prefetched:
         """End the thread after what it is reading."""
         self._is_closed.set()
 
+    def _end(self) -> None:
+        """Wait for it at exit: in the middle of C++, as of torch, its end would be an abort."""
+        self.close()
+        if self._thread is not None:
+            self._thread.join(5 * LOOK_S)
+
     def _run(self) -> None:
         while not self._is_closed.is_set():
             if not self._room.acquire(timeout=LOOK_S):
@@ -380,9 +389,12 @@ class Prefetched:
                         break
             except BaseException as error:
                 message = error
-            self._ready.put(message)
             if not isinstance(message, Message):
+                atexit.unregister(self._end)  # before who reads can start another thread
+                self._ready.put(message)
                 return
+            self._ready.put(message)
+        atexit.unregister(self._end)
 
 
 def _encode(content: Any) -> str:

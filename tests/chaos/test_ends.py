@@ -44,6 +44,11 @@ def test_a_collective_that_never_ends_holds_up_no_process(end, code, tmp_path):
         assert job.output.count("flushed") == job.output.count("handled") == 2
 
 
+def test_a_thread_that_samples_ahead_ends_before_the_interpreter(tmp_path):
+    with launch(ENDS, ["reads", "shutdown"], log=tmp_path / "log", ranks=2) as job:
+        assert codes(job) == [3, 3], job.output
+
+
 def test_the_end_of_the_groups_waits_for_a_save(tmp_path):
     place = {"log": tmp_path / "log", "cwd": tmp_path}
     with launch(ENDS, ["saves", "shutdown"], ranks=2, **place) as job:
@@ -51,6 +56,7 @@ def test_the_end_of_the_groups_waits_for_a_save(tmp_path):
     assert fk.latest_checkpoint(tmp_path / "checkpoints"), job.output
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("jobs", [20, pytest.param(200, marks=CHAOS)])
 def test_ranks_that_end_at_once_under_load_end_with_their_code(jobs, tmp_path):
     for first in range(0, jobs, SIDE_BY_SIDE):
