@@ -266,10 +266,10 @@ def check_rates(optimizer: Optimizer, schedule: Schedule, steps: int) -> None:
         ValueError: If a group's rate is neither its optimizer's default nor the schedule's.
     """
     for member in getattr(optimizer, "members", (optimizer,)):
-        default = signature(type(member)).parameters.get("lr")
+        default = _default_rate(member)
         for group in member.param_groups:
             rate, scale = group.get("lr"), group.get("lr_scale", 1.0)
-            if rate is None or (default is not None and rate == default.default):
+            if rate is None or rate == default:
                 continue
             scheduled = (
                 schedule(step) * factor for step in range(steps) for factor in (1.0, scale)
@@ -281,6 +281,17 @@ def check_rates(optimizer: Optimizer, schedule: Schedule, steps: int) -> None:
                     "each group to the schedule's, times the group's lr_scale. Leave lr= out, and "
                     'give a group another rate by group["lr_scale"].'
                 )
+
+
+def _default_rate(optimizer: Optimizer) -> Any:
+    """The rate of an optimizer of that class that was given none; None if it needs arguments."""
+    kind = type(optimizer)
+    if (lr := signature(kind).parameters.get("lr")) is not None:
+        return lr.default
+    try:
+        return kind([optimizer.param_groups[0]["params"][0].detach()]).defaults["lr"]
+    except Exception:
+        return None
 
 
 _SHAPES: dict[Decay, Callable[[float], float]] = {

@@ -195,10 +195,18 @@ def test_a_state_takes_one_optimizer():
 # Rates that were given
 
 
+class Own(torch.optim.SGD):
+    """An optimizer whose rate has another name."""
+
+    def __init__(self, params, rate=0.0):
+        super().__init__(params, lr=rate)
+
+
 GIVEN = {
     "a chain": lambda m: fk.chain_optimizers(Muon([m.weight], lr=1e-2), AdamW([m.bias], lr=3e-4)),
     "a group": lambda m: Adam([{"params": [m.weight], "lr": 1e-2}, {"params": [m.bias]}]),
     "a tensor": lambda m: AdamW(m.parameters(), lr=torch.tensor(1e-2)),
+    "another name": lambda m: Own(m.parameters(), 1e-2),
 }
 """Optimizers with rates that a schedule drops."""
 
@@ -212,6 +220,13 @@ def test_a_rate_that_the_schedule_never_has_is_refused_before_anything_moves(nam
     with pytest.raises(ValueError, match=r"was given lr=0\.01, .* never has .*begins with 0\.0001"):
         one_step(state, schedule)
     assert torch.equal(model.weight, before)
+
+
+def test_the_default_of_a_class_is_no_rate_that_was_given():
+    model = nn.Linear(2, 2)
+    before = model.bias.detach().clone()
+    one_step(fk.TrainState.create(model, Own(model.parameters())), fk.constant(0.1))
+    assert not torch.equal(model.bias, before)
 
 
 def test_rates_of_the_schedule_and_scaled_ones_are_taken():
