@@ -57,7 +57,7 @@ CLAIMS = {
     "rollouts": lambda low, high, first, last: (
         abs(low - 1) < 2e-3 and abs(high - 1) < 2e-3 and first < 0.6 and last > 0.9
     ),
-    "sample_a_run": lambda steps, loss: steps == 60 and loss < 1.2,
+    "sample_a_run": lambda steps, loss, *_: steps == 60 and loss < 1.2,
     "sources": lambda share, loss, parts: abs(share - 0.75) < 0.05 and loss == parts,
     "spikes": lambda none, without, one, limited: (none, one) == (0, 1) and limited < without / 5,
     "sweep": lambda *n: n[1] > n[3] > n[5] and n[-1] == n[4],

@@ -48,6 +48,4 @@ answer = fk.generate(model, prompt, max_new_tokens=8, temperature=0)
 print(f"after {config['steps']} steps: {tokenizer.decode(answer[0].tolist())}")
 
 batch = TensorDict({"input_ids": answer[:, :-1], "labels": answer[:, 1:]}, [1])
-with torch.no_grad():
-    loss = loss_fn(model, batch)
-print(f"loss of the sample {loss.sum.item() / float(loss.count):.3f}")
+print(f"of the sample: {fk.evaluate(model, [batch], loss_fn)}")

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
+from torch import nn
+from torch.optim import SGD
 
 from forgekit.data.token_files import HELD_OUT
 from forgekit.hashing import tokenizer_of
@@ -47,9 +49,16 @@ FOLD = 64
 PREPARE = "forgekit prepare PATH --out DIR --tokenizer TOKENIZER.JSON"
 
 
+class Results(TensorDict):
+    """Numbers of an evaluation, which it shows; a TensorDict shows shapes."""
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name} {float(value):.6g}" for name, value in self.items())
+
+
 @torch.no_grad()
 def evaluate(
-    state: TrainState,
+    state: TrainState | nn.Module,
     batches: Iterable[TensorDictBase] | Mapping[str, Iterable[TensorDictBase]],
     loss_fn: LossFn,
     *,
@@ -65,7 +74,7 @@ def evaluate(
     ``state`` changes, so it is not donated.
 
     Args:
-        state: The state.
+        state: The state, or in one process a model alone, as ``load_run`` returns.
         batches: This rank's share; every rank brings the same number of micro-batches, filled up
             with masked ones (``make_loader(..., epochs=1)`` does so). Of several sets a dict by
             name, the same names in the same order on every rank.
@@ -84,10 +93,10 @@ def evaluate(
             loss is a sum over positions, as the first step of a training does.
 
     Returns:
-        TensorDict of ``[]`` float64, the same on every rank: ``loss`` per target, ``targets``,
-        ``perplexity`` of a loss that is a likelihood (``Loss.is_nll``), ``bits_per_byte`` if
-        ``bytes_per_token`` is known, and the loss function's own metrics. Empty if it was stopped:
-        partial results are not comparable.
+        TensorDict of ``[]`` float64, the same on every rank, which prints its numbers: ``loss`` per
+        target, ``targets``, ``perplexity`` of a loss that is a likelihood (``Loss.is_nll``),
+        ``bits_per_byte`` if ``bytes_per_token`` is known, and the loss function's own metrics.
+        Empty if it was stopped: partial results are not comparable.
 
     Raises:
         ValueError: If a set has no micro-batch, it holds ids that the model does not have, the
@@ -100,6 +109,8 @@ def evaluate(
             sets = {name: fk.held_out_loader(state, data, 8) for name, data in datasets.items()}
             log.event(state, fk.evaluate(state, sets, loss_fn, stop=stop))
     """
+    if isinstance(state, nn.Module):
+        state = TrainState.create(state, SGD(state.parameters(), lr=0.0))
     is_many = isinstance(batches, Mapping) and not isinstance(batches, TensorDictBase)
     sets: dict[str, Any] = {**batches} if is_many else {name or "": batches}
     if is_many and (name is not None or not sets):
@@ -113,9 +124,9 @@ def evaluate(
         size = bytes_per_token.get(key) if isinstance(bytes_per_token, Mapping) else bytes_per_token
         result = _evaluate_one(state, each, loss_fn, size, stop, key, audit=audit)
         if not result:
-            return TensorDict({}, [])
+            return Results({}, [])
         results |= {f"eval/{key}/{metric}" if key else metric: v for metric, v in result.items()}
-    return TensorDict(results, [])
+    return Results(results, [])
 
 
 def _evaluate_one(

@@ -68,6 +68,17 @@ def test_the_mean_is_over_targets_whatever_the_split(split, loss_fn):
     assert {value.dtype for value in found.values()} == {torch.float64}
 
 
+def test_a_model_alone_is_measured_and_the_result_shows_its_numbers():
+    """As ``load_run`` returns one: some of it frozen, in evaluation mode."""
+    model = fk.Transformer(attrs.evolve(SPEC, dropout=0.5)).eval()
+    model.requires_grad_(False)
+    loss, targets = by_hand(held_out())
+    found = fk.evaluate(model, held_out().split(4), logits_loss)
+    assert found["loss"].item() == pytest.approx(loss, rel=1e-6)
+    assert repr(found) == f"loss {loss:.6g}, perplexity {math.exp(loss):.6g}, targets {targets}"
+    assert not model.training
+
+
 def test_numbers_of_many_micro_batches_are_not_kept():
     """On a CPU each would stay in the midst of the memory that its logits had."""
     counts, rows = [], [*held_out().split(1)] * 50
