@@ -8,6 +8,7 @@ same everywhere, its own rows or columns, or parts of a sum.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -201,7 +202,25 @@ def _shard(parameter: nn.Parameter, region: Region, placement: Placement) -> nn.
 
 def _alike(modules: list[nn.Module], forward: Forward, *args: Any, **kwargs: Any) -> Any:
     kwargs = {name: full(value) for name, value in kwargs.items()}
-    return with_local_parameters(modules, Replicate(), forward, *map(full, args), **kwargs)
+    try:
+        return with_local_parameters(modules, Replicate(), forward, *map(full, args), **kwargs)
+    except RuntimeError as error:
+        if sizes := re.search(r"tensor a \((\d+)\) must match .* tensor b \((\d+)\)", str(error)):
+            _check_held(modules, *sorted(map(int, sizes.groups())))
+        raise
+
+
+def _check_held(modules: list[nn.Module], part: int, whole: int) -> None:
+    """Raise if such a part of something was to meet a whole parameter that a module holds."""
+    for module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            if whole in parameter.shape and whole % part == 0:
+                kind = type(module).__name__.removeprefix("FSDP")
+                raise ValueError(
+                    f"{name!r} {[*parameter.shape]} of {kind} was to meet what tensor-parallel "
+                    f"ranks share: this rank has {part} of {whole}. Move it into a module of its "
+                    'own, whose forward applies it, and give that the style "channels" in plan=.'
+                )
 
 
 def _project_out(module: nn.Linear, region: Region, forward: Forward, x: Tensor) -> Tensor:
