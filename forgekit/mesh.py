@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from itertools import chain
-from typing import cast
+from typing import Any, cast
 
 import attrs
 import torch
@@ -300,9 +300,9 @@ def _is_idle(group: dist.ProcessGroup, deadline: float) -> bool:
     each gets one more, which sends nothing for it has no elements, and is held in it until all are.
     """
     cpu = torch.device("cpu")
-    gloo = group._get_backend(cpu) if cpu in group._device_types else None
+    gloo: Any = group._get_backend(cpu) if cpu in group._device_types else None
     gloo = getattr(gloo, "wrapped_pg", gloo)  # TORCH_DISTRIBUTED_DEBUG=DETAIL
-    if not dist.is_gloo_available() or not isinstance(gloo, dist.ProcessGroupGloo):
+    if not isinstance(gloo, getattr(dist, "ProcessGroupGloo", ())):
         return True
     here, threads, all_held = threading.get_ident(), list[int](), threading.Event()
     begin = time.monotonic()

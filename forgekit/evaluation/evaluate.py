@@ -53,7 +53,8 @@ class Results(TensorDict):
     """Numbers of an evaluation, which it shows; a TensorDict shows shapes."""
 
     def __repr__(self) -> str:
-        return ", ".join(f"{name} {float(value):.6g}" for name, value in self.items())
+        numbers: dict[str, Any] = self.to_dict()
+        return ", ".join(f"{name} {float(number):.6g}" for name, number in numbers.items())
 
 
 @torch.no_grad()

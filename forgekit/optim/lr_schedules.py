@@ -285,7 +285,7 @@ def check_rates(optimizer: Optimizer, schedule: Schedule, steps: int) -> None:
 
 def _default_rate(optimizer: Optimizer) -> Any:
     """The rate of an optimizer of that class that was given none; None if it needs arguments."""
-    kind = type(optimizer)
+    kind: Any = type(optimizer)
     if (lr := signature(kind).parameters.get("lr")) is not None:
         return lr.default
     try:
