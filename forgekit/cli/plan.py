@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -123,20 +124,26 @@ def _planned(options: argparse.Namespace, recipe: ModuleType, folder: Path, conf
 
 
 def _sweep(options: argparse.Namespace, config: Any, run: Any) -> int:
-    """Plan the layouts of a world and show them; 1 if none is valid."""
-    from forgekit.plan.sweep import layouts, lighter_settings, show_sweep, sweep
+    """Plan the layouts of a world and show them; 1 if none is valid, 130 if it was interrupted."""
+    from forgekit.plan.sweep import INTERRUPTED, layouts, lighter_settings, show_sweep, sweep
 
-    plans, left_out = sweep(
-        layouts(config, options.world, options.node_size),
-        lighter_settings(config),
-        lambda mesh, changes: run(attrs.evolve(config, mesh=mesh, **changes)),
-        tell,
-    )
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        plans, left_out = sweep(
+            layouts(config, options.world, options.node_size),
+            lighter_settings(config),
+            lambda mesh, changes: run(attrs.evolve(config, mesh=mesh, **changes)),
+            tell,
+        )
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if options.json:
         trees = [*(plan.as_json() for plan in plans), *map(attrs.asdict, left_out)]
         print(json.dumps(trees, indent=1))
     else:
         show_sweep(plans, left_out, _console())
+    if any(one.refused == INTERRUPTED for one in left_out):
+        return 130
     return 0 if plans else 1
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 from forgekit.cli.recipes import recipe_file
 from forgekit.cli.usage import UsageError, script_file
@@ -82,10 +84,13 @@ def plain_settings(config: Any, out: str | Path) -> dict[str, Any]:
 def build(recipe: ModuleType, config: Any) -> Any:
     """Run a recipe's ``setup``; its record has what a step takes.
 
+    Signals go on ending the command: a setup would have them stop a run, and there is none.
+
     Raises:
         UsageError: If something is missing.
     """
-    built = recipe.setup(config)
+    with mock.patch.object(signal, "signal", lambda number, _: signal.getsignal(number)):
+        built = recipe.setup(config)
     wanted = ("state", "step", "loader", "loss_fn")
     if missing := [name for name in wanted if getattr(built, name, None) is None]:
         raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import attrs
@@ -16,6 +17,8 @@ from forgekit.plan.plan import GIB, Plan, named
 
 LONG = 16_384
 """Positions of a row from which a sweep tries context parallelism."""
+INTERRUPTED = "not planned: interrupted"
+"""The reason of the layouts that Ctrl-C or a signal left out."""
 Changes = Mapping[str, Any]
 """Settings beside the layout, by their key."""
 
@@ -44,7 +47,7 @@ def sweep(
     Args:
         specs: As from ``layouts``.
         changes: As from ``lighter_settings``; of each layout the first that fits counts.
-        plan: Plans one; what it raises makes a layout invalid.
+        plan: Plans one; what it raises makes a layout invalid. KeyboardInterrupt ends the sweep.
         tell: Called with a line for each layout that is planned or invalid.
 
     Returns:
@@ -52,15 +55,18 @@ def sweep(
     """
     plans: list[Plan] = []
     left_out: list[LeftOut] = []
-    for spec in specs:
-        try:
-            one = _first_that_fits(spec, changes, plan)
-        except Exception as error:
-            left_out.append(LeftOut(attrs.asdict(spec), f"{type(error).__name__}: {error}"))
-            tell(f"{named(attrs.asdict(spec))}: {left_out[-1].refused}")
-            continue
-        plans.append(one)
-        tell(f"{one}: {one.step_seconds:.3f} s{'' if one.fits else ', does not fit'}")
+    with suppress(KeyboardInterrupt):
+        for spec in specs:
+            try:
+                one = _first_that_fits(spec, changes, plan)
+            except Exception as error:
+                left_out.append(LeftOut(attrs.asdict(spec), f"{type(error).__name__}: {error}"))
+                tell(f"{named(attrs.asdict(spec))}: {left_out[-1].refused}")
+                continue
+            plans.append(one)
+            tell(f"{one}: {one.step_seconds:.3f} s{'' if one.fits else ', does not fit'}")
+    rest = specs[len(plans) + len(left_out) :]
+    left_out += [LeftOut(attrs.asdict(spec), INTERRUPTED) for spec in rest]
     return sorted(plans, key=order_of), left_out
 
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import sys
 from collections import Counter
 from functools import partial
@@ -36,6 +37,7 @@ from test_hops import watched
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import forgekit as fk
+from forgekit.cli import recipes_folder
 from forgekit.cli.program import main
 from forgekit.huggingface import load
 from forgekit.mesh import expert_view
@@ -666,6 +668,24 @@ def test_a_sweep_ranks_layouts(capsys):
     assert "is 1, which tp 2 must divide" in invalid["refused"]
     found = list(by_layout.values())
     assert [p["step_seconds"] for p in found] == sorted(p["step_seconds"] for p in found)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_sweep_that_is_stopped_ends_at_once_with_what_it_has(capsys, tmp_path, number):
+    """Also where the setup of a recipe has begun to listen to signals for a run."""
+    text, listens = (recipes_folder() / "pretrain.py").read_text(), "stop = fk.StopSignal()\n"
+    assert listens in text
+    stop = f"{listens}    if next(CALLS) == 1:\n        os.kill(os.getpid(), {int(number)})\n"
+    head = "import itertools, os\nCALLS = itertools.count()\n"
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(
+        text.replace(listens, stop).replace("import attrs\n", f"{head}import attrs\n")
+    )
+    code, said = plan(capsys, recipe, *SWEPT, "--sweep", "--json")
+    assert code == 130, said.err
+    first, *others = [one.get("refused") for one in json.loads(said.out)]
+    assert first is None
+    assert others[-2:] == ["not planned: interrupted"] * 2
 
 
 MISTAKES = {
