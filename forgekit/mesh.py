@@ -326,6 +326,7 @@ def _is_idle(group: dist.ProcessGroup, deadline: float) -> bool:
         all_held.set()
     while not is_late and len({sys.getrefcount(tensor) for tensor in tensors}) > 1:
         time.sleep(POLL_S)
+        is_late = time.monotonic() > max(deadline, begin + 1.0)
     return not is_late
 
 
