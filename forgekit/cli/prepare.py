@@ -24,8 +24,9 @@ def add_prepare(commands: Any) -> None:
         "sources",
         metavar="SOURCE",
         nargs="+",
-        help="`stdlib` (Python's own sources), files, folders and URLs (text, code, .jsonl, "
-        ".parquet, also with .gz or .zst), or hf:NAME or hf:NAME:CONFIG of a Hugging Face dataset",
+        help="`stdlib` (Python's own sources), files, folders and URLs (text, code, JSON lines and "
+        "arrays, .parquet, .csv, .tsv, also compressed), or hf:NAME or hf:NAME:CONFIG of a Hugging "
+        "Face dataset",
     )
     option("--out", metavar="DIR", type=Path, required=True, help="a new folder")
     option("--vocab", metavar="SIZE", type=int, default=4096, help="vocabulary size (4096)")
@@ -44,9 +45,14 @@ def _prepare(options: argparse.Namespace) -> int:
     from forgekit.data.prepare_corpus import prepare
 
     try:
+        documents = _documents(options)
+        if kinds := getattr(documents, "kinds", None):
+            plural = "s" if kinds.total() != 1 else ""
+            counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
+            tell(f"{kinds.total():,} file{plural}: {counts}")
         with _progress() as progress:
             prepared = prepare(
-                _documents(options),
+                documents,
                 options.out,
                 vocab_size=options.vocab,
                 held_out_every=options.held_out_every,

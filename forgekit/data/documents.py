@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
@@ -230,7 +230,7 @@ def huggingface_documents(
         >>> list(huggingface_documents(rows))
         [('row 0', 'once'), ('row 1', 'upon')]
     """
-    datasets = require("datasets", extra="hf")
+    datasets = require("datasets", extra="data")
     check_choice("errors", errors, get_args(Errors))
     identity = ""
     if isinstance(dataset, str | os.PathLike):
@@ -291,7 +291,7 @@ class HuggingFaceDocuments:
     def _rows(self, position: Any, part: int, parts: int) -> Iterator[Located]:
         from datasets.distributed import split_dataset_by_node
 
-        by_rows = _holds(self.dataset._ex_iterable, _OF_THE_WHOLE)
+        by_rows = not set(_chain(self.dataset._ex_iterable)) <= set(_BY_FILES)
         suffix = f" of part {part} of {parts}" if parts > 1 and not by_rows else ""
         rows = split_dataset_by_node(self.dataset, *((0, 1) if by_rows else (part, parts)))
         row, state, read = position or (0, None, 0)
@@ -316,26 +316,28 @@ def _check_stream(dataset: Any) -> None:
             "this dataset was divided by split_dataset_by_node before, and would be divided "
             "again. Pass it whole: rank and world of stream_documents divide it."
         )
-    if _holds(dataset._ex_iterable, ("BufferShuffledExamplesIterable",)):
+    if "BufferShuffledExamplesIterable" in _chain(dataset._ex_iterable):
         raise ValueError(
             "this dataset has a shuffle buffer, and a resumed stream would lose what is in it. "
             "Stream it unshuffled, or prepare token files, whose rows a loader shuffles."
         )
 
 
-_OF_THE_WHOLE = (
-    *("TakeExamplesIterable", "SkipExamplesIterable"),
-    *("CyclingMultiSourcesExamplesIterable", "RandomlyCyclingMultiSourcesExamplesIterable"),
+_BY_FILES = (
+    *("ExamplesIterable", "ArrowExamplesIterable", "RebatchedArrowExamplesIterable"),
+    *("SelectColumnsIterable", "FormattedExamplesIterable"),
+    *("MappedExamplesIterable", "FilteredExamplesIterable"),
 )
-"""What ``datasets`` would apply to the files of each part instead of to all."""
+"""What ``datasets`` applies to the files of each part as to all; others are divided by rows."""
 
 
-def _holds(examples: Any, names: Sequence[str]) -> bool:
-    # datasets has no public attribute for it; its chain of iterables shows it.
-    if type(examples).__name__ in names:
-        return True
+def _chain(examples: Any) -> Iterator[str]:
+    """Yield the names of a dataset's chain of iterables, for which it has no public attribute."""
+    yield type(examples).__name__
     inner = [getattr(examples, "ex_iterable", None), *getattr(examples, "ex_iterables", ())]
-    return any(_holds(each, names) for each in inner if each is not None)
+    for each in inner:
+        if each is not None:
+            yield from _chain(each)
 
 
 Located: TypeAlias = "tuple[str, Callable[[], str], Any, int]"

@@ -46,6 +46,7 @@ from forgekit.data.tokenizer import (
     LARGEST_VOCAB,
     SMALLEST_VOCAB,
     TOKENIZER,
+    beginning_ids,
     encode_texts,
     load_tokenizer,
     token_id,
@@ -133,7 +134,8 @@ def prepare(
             another thread.
         tokenizer: Use this ``tokenizer.json`` instead of training one; its truncation and padding
             are switched off.
-        eos_token: The token that closes each document.
+        eos_token: The token that closes each document. A token that the tokenizer's own encoding
+            puts before a text, such as ``<s>``, begins each.
         sample_bytes: Text to train the tokenizer on. A larger source is sampled at random over its
             whole length if it is plain files. Of compressed ones, whose text is longer than their
             size, the sample is from the beginning, as it is of a list or a Hugging Face dataset.
@@ -160,7 +162,8 @@ def prepare(
     given = None if tokenizer is None else load_tokenizer(tokenizer)
     settings = [vocab_size, held_out_every, eos_token, sample_bytes, shard_tokens, PART_BYTES]
     facts = [*settings, given and given.to_str(), documents.fingerprint]
-    made_from = digest(facts)
+    begin = [] if given is None else beginning_ids(given)
+    made_from = digest([*facts, begin] if begin else facts)
     texts = TextReader(documents, held_out_every, progress or (lambda *_: None))
     prepared = _open_made(out, made_from)
     if prepared is not None and (texts.may_skip or not prepared.broken):

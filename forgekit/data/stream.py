@@ -40,7 +40,7 @@ from forgekit.data.documents import (
 from forgekit.data.groups import count_micro_batches
 from forgekit.data.read_ahead import Reader, compute_ahead
 from forgekit.data.rows import Piece, fill_rows
-from forgekit.data.tokenizer import END_OF_TEXT, encode_texts, token_id
+from forgekit.data.tokenizer import END_OF_TEXT, beginning_ids, encode_texts, token_id
 from forgekit.terminal import printable
 
 log = logging.getLogger("forgekit")
@@ -127,6 +127,8 @@ class DocumentStream:
     def __init__(self, rows: DocumentRows, rank: int, world: int, workers: int) -> None:
         self.world = world
         self.fingerprint = rows.documents.fingerprint  # looks at every file, so only once
+        if begin := [] if rows.tokenizer is None else beginning_ids(rows.tokenizer):
+            self.fingerprint += f" each begins with {begin}"  # which a position counts
         self._rows = rows
         self._rank = rank
         self._workers = workers

@@ -1,4 +1,4 @@
-"""Documents from files and URLs: text and code, folders, JSON lines, parquet, Python's own library.
+"""Documents from files and URLs: text and code, folders, records in files, Python's own library.
 
 Files are listed first, sorted, so the same folder gives the same documents on every machine; texts
 are then read one at a time. A document is named by its file and its line or row, also in errors.
@@ -6,24 +6,28 @@ are then read one at a time. A document is named by its file and its line or row
 
 from __future__ import annotations
 
-import gzip
+import codecs
+import csv
 import hashlib
+import importlib
 import io
 import itertools
 import json
 import os
+import re
 import sys
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, BinaryIO, TypeAlias, cast, get_args
 
 import attrs
 
-from forgekit.checks import brief, check_choice, parse_json
+from forgekit.checks import brief, check_choice, parse_json, quoted
 from forgekit.data.documents import (
     ROWS_AT_ONCE,
     Errors,
@@ -39,10 +43,18 @@ from forgekit.remote.urls import Url, fs_of, location_of, retried
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 SUFFIXES = (
-    ".txt .md .rst .tex .jsonl .parquet .py .pyi .c .h .cc .cpp .hpp .cu .rs .go .java .js .ts .jl "
-    ".r .rb .php .cs .swift .kt .scala .lua .pl .sh .sql .hs .ml .lisp .html .css"
+    ".txt .md .rst .tex .jsonl .ndjson .jsonlines .parquet .py .pyi .c .h .cc .cpp .hpp .cu "
+    ".rs .go .java .js .ts .jl .r .rb .php .cs .swift .kt .scala .lua .pl .sh .sql .hs "
+    ".ml .lisp .html .css"
 )
-"""Read from a folder, also with .gz or .zst. A file passed by name is read whatever its suffix."""
+"""Read from a folder, also compressed. A file passed by name is read whatever its suffix."""
+
+JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
+TABLES = {".csv": ",", ".tsv": "\t"}
+"""Tables in text, by their delimiter."""
+
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": ""}
+"""Python's module for each suffix; pyarrow reads zstd."""
 
 FETCHED_BYTES = 2**23
 """Of a file behind a URL, by one request."""
@@ -60,11 +72,14 @@ def text_documents(
     """List documents in files and folders, in a fixed order.
 
     Args:
-        paths: Files and folders, or one of them; also URLs. A ``.jsonl`` file gives a document per
-            line, a ``.parquet`` file one per row; every other file is one document. Files that end
-            in ``.gz`` or (with pyarrow) ``.zst`` are decompressed. Folders are searched for the
-            usual suffixes of text and code, hidden files excepted. A file found twice counts once.
-        text_key: Key of the text in a line of JSON, or its column in parquet.
+        paths: Files and folders, or one of them; also URLs. JSON lines (``.jsonl``,
+            ``.ndjson``, ``.jsonlines``, ``.json``) give a document per line, an array in such a
+            file one per record, ``.parquet``, ``.csv`` and ``.tsv`` one per row; every other file,
+            also a ``.json`` of one object without the key, is one document. Files that end in
+            ``.gz``, ``.bz2``, ``.xz`` or (with pyarrow) ``.zst`` are decompressed. Folders
+            are searched for the usual suffixes of text and code, hidden files excepted, and not for
+            ``.json`` and tables. A file found twice counts once.
+        text_key: Key of the text in a record of JSON, or its column in a table.
         errors: ``"raise"`` stops at a broken document, ``"skip"`` leaves it out; ``prepare`` and
             ``stream_documents`` count and name what was left out.
 
@@ -75,7 +90,8 @@ def text_documents(
     Raises:
         FileNotFoundError: If a path does not exist, or a folder holds nothing to read.
         ValueError: If ``errors`` is neither of the two. On reading, if a file or line is not UTF-8,
-            or a line is not a JSON object with a string under ``text_key``.
+            a line is not a JSON object with a string under ``text_key``, or a file of another
+            suffix begins with such an object.
 
     Examples:
         >>> import tempfile
@@ -192,6 +208,11 @@ class TextDocuments:
         """Bytes of all files."""
         return sum(file.stat().st_size for file in self.files)
 
+    @property
+    def kinds(self) -> Counter[str]:
+        """Count the files by what they are read as."""
+        return Counter(_kind(file, self.text_key) for file in self.files)
+
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return ((r.name, r.content) for r in self.read() if isinstance(r.content, str))
 
@@ -213,70 +234,170 @@ class TextDocuments:
 
 
 def json_objects(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the object of each line of a ``.jsonl`` file.
+    """Yield the name and the record of each line of JSON, element of an array, or row of a table.
 
     Raises:
         ValueError: If a line is not UTF-8, or not one JSON object.
     """
-    for name, read, *_ in _until_damage(_lines(file, 0, 0, _parse_line), file):
+    kind = _kind(file, None)
+    read_kind = _READERS.get(kind, _lines)
+    for name, read, *_ in _until_damage(read_kind(file, 0, 0, None), file):
         record: Any = read()
         if not isinstance(record, dict):
             raise ValueError(f"{name} is {brief(record)}; each line must be one JSON object.")
         yield name, record
 
 
-# A format locates documents from a position on and parses none: each reader parses its share only.
-# Positions in a file are pairs: bytes or rows that were read, and lines or rows so far.
+def _kind(file: File, key: str | None) -> str:
+    """Say what a file is read as, by its suffix and, of JSON, by its first line."""
+    suffix = _plain_suffix(file)
+    if suffix == ".parquet" or suffix in TABLES:
+        return suffix[1:]
+    if suffix not in (*JSON_LINES, ".json"):
+        return "text"
+    try:
+        with _opened(file) as lines:
+            filled = (line for line in lines if _without_bom(line).strip())
+            first = _without_bom(next(filled, b"")).strip()
+            is_alone = next(filled, None) is None
+    except Exception as error:
+        _damage_of(file, error)  # raises what is no damage; reading names that
+        return "JSON lines"
+    if re.match(rb"\[\s*(\{|$)", first) or (suffix == ".json" and first.startswith(b"[")):
+        return "JSON array"
+    if suffix in JSON_LINES:
+        return "JSON lines"
+    try:
+        record = json.loads(first)
+    except (ValueError, RecursionError):
+        return "text" if key or not first.startswith(b"{") else "JSON array"
+    is_record = isinstance(record, dict) and (not is_alone or key is None or key in record)
+    return "JSON lines" if is_record else "text"
+
+
+# A format locates documents from a position on: each reader parses its share. Without a key it
+# reads records, with one their texts. Positions in a file are pairs: bytes, characters or rows that
+# were read, and lines, elements or rows so far.
 
 
 def _located(file: File, position: int, number: int, key: str) -> Iterator[Located]:
     if position == DAMAGED:
-        return iter(())
-    suffix = _plain_suffix(file)
-    if suffix == ".jsonl":
-        return _lines(file, position, number, partial(_text_of_line, key=key))
-    if suffix == ".parquet":
-        return _rows(file, position, key)
-    whole = str(file), partial(_text_of_file, file), (1, 1), file.stat().st_size
-    return iter(() if position else (whole,))
+        return
+    kind = _kind(file, key)
+    if kind in _READERS:
+        yield from _READERS[kind](file, position, number, key)
+    elif not position:
+        yield str(file), partial(_text_of_file, file, key), (1, 1), file.stat().st_size
 
 
-def _lines(
-    file: File, position: int, number: int, parse: Callable[[bytes, str], Any]
-) -> Iterator[Located]:
+def _lines(file: File, position: int, number: int, key: str | None) -> Iterator[Located]:
     with _opened(file) as lines:
-        if lines.seekable():
-            lines.seek(position)
-        else:  # a zstd stream
-            for start in range(0, position, 2**20):
-                lines.read(min(2**20, position - start))
+        _skip(lines, position)
         for line in lines:
             position, number = position + len(line), number + 1
             if not line.isspace():
                 name = f"{file}:{number}"
-                yield name, partial(parse, line, name), (position, number), position
+                yield name, partial(_record, line, name, key), (position, number), position
 
 
-def _rows(file: File, position: int, key: str) -> Iterator[Located]:
-    parquet, size = require("pyarrow.parquet", extra="hf"), file.stat().st_size
+def _array(file: File, position: int, number: int, key: str | None) -> Iterator[Located]:
+    """Locate the elements of an array; its text is in memory as a whole, its values are not."""
+    with _opened(file) as opened:
+        text = opened.read().decode("utf-8-sig")
+    size, values = file.stat().st_size, json.JSONDecoder()
+    is_array = text.lstrip().startswith("[")
+    start = re.compile(r"\s*" + r"\[?" * is_array + r"\s*")
+    follows = re.compile(r"\s*(,\s*(?!\])|(?=\]))" if is_array else r"\s*")
+    position = position or start.match(text).end()  # pyright: ignore[reportOptionalMemberAccess]
+    while position < len(text) and text[position] != "]":
+        first, (_, end) = position, values.raw_decode(text, position)
+        if (behind := follows.match(text, end)) is None:
+            raise json.JSONDecodeError("Expecting ',' or ']'", text, end)
+        position, name = behind.end(), f"{file}[{number}]"
+        number += 1
+        read = partial(_record, text[first:end].encode(errors="surrogatepass"), name, key)
+        yield name, read, (position, number), size * position // len(text)
+    if text[position + is_array :].strip() or (is_array and position == len(text)):
+        raise json.JSONDecodeError("Expecting ']' at the end", text, position)
+
+
+def _table(file: File, position: int, number: int, key: str | None) -> Iterator[Located]:
+    """Locate the rows of a table in text whose first row names its columns."""
+    csv.field_size_limit(2**31 - 1)  # of the process, and 131,072 characters else
+    read = 0
+
+    def decoded(lines: BinaryIO) -> Iterator[str]:
+        nonlocal read
+        for line in lines:  # a row takes its own lines and none ahead
+            read += len(line)
+            yield line.decode("utf-8-sig" if read == len(line) else "utf-8")
+
+    with _opened(file) as lines:
+        options: Any = {"delimiter": TABLES[_plain_suffix(file)], "strict": True}
+        rows = csv.reader(decoded(lines), **options)
+        columns = next(filter(None, rows), [])
+        if key is not None:
+            check_column(str(file), key, columns)
+        if len(set(columns)) < len(columns):
+            raise ValueError(f"{file} names a column twice: {quoted(columns)}. Rename one.")
+        if position:
+            _skip(lines, position - read)
+            read = position
+        for row in filter(None, rows):
+            number += 1
+            cells: dict[str, Any] = dict(zip(columns, row, strict=False))
+            is_whole = len(row) == len(columns)
+            name = f"{file}[{number - 1}]"
+            yield name, partial(_cell, name, key, cells, is_whole), (read, number), read
+
+
+def _cell(name: str, key: str | None, cells: dict[str, Any], is_whole: bool) -> Any:
+    if not is_whole:
+        raise ValueError(
+            f"{name} has not as many cells as the first row has columns: {brief(cells)}. "
+            "Quote cells that hold the delimiter, or remove the row."
+        )
+    return cells if key is None else cells[key]
+
+
+def _skip(stream: BinaryIO, count: int) -> None:
+    if stream.seekable():
+        stream.seek(count, os.SEEK_CUR)
+    else:  # a zstd stream
+        for start in range(0, count, 2**20):
+            stream.read(min(2**20, count - start))
+
+
+def _rows(file: File, position: int, _: int, key: str | None) -> Iterator[Located]:
+    parquet, size = require("pyarrow.parquet", extra="data"), file.stat().st_size
     is_local = isinstance(file, Path)
     source, options = file if is_local else file.open(), {"page_checksum_verification": True}
     with parquet.ParquetFile(source, memory_map=is_local, **options) as opened:
-        check_column(str(file), key, opened.schema_arrow.names)
+        if key is not None:
+            check_column(str(file), key, opened.schema_arrow.names)
+        columns = None if key is None else [key]
         first, rows = 0, opened.metadata.num_rows
         for group in range(opened.num_row_groups):
             last = first + opened.metadata.row_group(group).num_rows
             if position < last:  # a larger group is read in pieces
-                for batch in opened.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=[key]):
+                for batch in opened.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns):
                     for row in range(max(position, first), first + batch.num_rows):
-                        name, value = f"{file}[{row}]", batch[0][row - first].as_py()
-                        done = size * (row + 1) // rows
-                        yield name, partial(check_cell, name, key, value), (row + 1,) * 2, done
+                        name, at = f"{file}[{row}]", row - first
+                        if key is None:
+                            read = batch.slice(at, 1).to_pylist()[0].copy
+                        else:
+                            read = partial(check_cell, name, key, batch[0][at].as_py())
+                        yield name, read, (row + 1,) * 2, size * (row + 1) // rows
                     first += batch.num_rows
             first = last
 
 
-def _text_of_file(file: File) -> str:
+_READERS = MappingProxyType(
+    {"JSON lines": _lines, "JSON array": _array, "csv": _table, "tsv": _table, "parquet": _rows}
+)
+
+
+def _text_of_file(file: File, key: str) -> str:
     try:
         with _opened(file) as opened:
             content = opened.read()
@@ -287,11 +408,31 @@ def _text_of_file(file: File) -> str:
             f"{file} holds a NUL byte at position {position}: it is binary, or text in UTF-16. "
             "Convert it (iconv -t UTF-8) or leave it out."
         )
-    return _utf8(content, str(file))
+    text = _utf8(content, str(file))
+    if isinstance(_first_value(text).get(key), str):
+        raise ValueError(
+            f"{file} begins with a record of JSON that has {brief(key)}, and its name does not say "
+            "so. Rename it to .jsonl, with a record per line."
+        )
+    return text
 
 
-def _text_of_line(line: bytes, name: str, key: str) -> str:
+def _first_value(text: str) -> dict[str, Any]:
+    """Parse the object that a text begins with; empty if there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(text)[0] if text.startswith("{") else {}
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _without_bom(line: bytes) -> bytes:
+    return line.removeprefix(codecs.BOM_UTF8)
+
+
+def _record(line: bytes, name: str, key: str | None) -> Any:
     record = _parse_line(line, name)
+    if key is None:
+        return record
     if isinstance(record, dict) and isinstance(record.get(key), str):
         return record[key]
     named = json.dumps(key, ensure_ascii=False)
@@ -331,11 +472,11 @@ def _utf8(content: bytes, name: str) -> str:
 def _opened(file: File) -> BinaryIO:
     """Open a file for reading its bytes, decompressed."""
     compressed: Any = file if isinstance(file, Path) else file.open()
-    if file.suffix.lower() == ".gz":
-        return cast(BinaryIO, gzip.open(compressed))
+    if module := COMPRESSED.get(file.suffix.lower()):
+        return importlib.import_module(module).open(compressed)
     if file.suffix.lower() == ".zst":
         source = str(file) if isinstance(file, Path) else compressed
-        stream = require("pyarrow", extra="hf").input_stream(source, compression="zstd")
+        stream = require("pyarrow", extra="data").input_stream(source, compression="zstd")
         return cast(BinaryIO, io.BufferedReader(stream, 2**20))
     return file.open("rb", buffering=2**20) if isinstance(file, Path) else compressed
 
@@ -356,7 +497,13 @@ def _until_damage(located: Iterator[Located], file: File) -> Iterator[Located]:
 def _damage_of(file: File, error: Exception) -> ValueError:
     """Name a damaged file; errors of the disk, which have a number, are raised as they are."""
     pyarrow = sys.modules.get("pyarrow")
-    kinds = (EOFError, zlib.error, OSError, *([pyarrow.ArrowException] if pyarrow else []))
+    broken: Any = (EOFError, zlib.error, OSError, UnicodeError, json.JSONDecodeError, csv.Error)
+    lzma = sys.modules.get("lzma")
+    kinds = (
+        *broken,
+        *([lzma.LZMAError] if lzma else []),
+        *([pyarrow.ArrowException] if pyarrow else []),
+    )
     if not isinstance(error, kinds) or getattr(error, "errno", None):
         raise error
     problem = " ".join(str(error).split()).rstrip(".")
@@ -419,4 +566,4 @@ def _is_wanted(relative: PurePath) -> bool:
 def _plain_suffix(file: File | PurePath) -> str:
     """The suffix in lower case, below that of a compressed file."""
     suffix = file.suffix.lower()
-    return Path(file.stem).suffix.lower() if suffix in (".gz", ".zst") else suffix
+    return Path(file.stem).suffix.lower() if suffix in COMPRESSED else suffix

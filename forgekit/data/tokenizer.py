@@ -8,6 +8,7 @@ are encoded in pieces.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -160,6 +161,15 @@ def vocabulary_size(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values(), default=0) + 1
 
 
+def beginning_ids(tokenizer: Any) -> list[int]:
+    """List the tokens that a tokenizer's own encoding puts before each text; most have none."""
+    encoding = without_limits(tokenizer).encode("a")
+    added = itertools.takewhile(
+        lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask, strict=True)
+    )
+    return [id for id, _ in added]
+
+
 def token_id(tokenizer: Tokenizer, token: str) -> int:
     """Look up the id of a special token.
 
@@ -181,9 +191,10 @@ def encode_texts(
 ) -> Iterator[tuple[T, NDArray[np.int32]]]:
     """Encode texts in order, reading about a million characters ahead.
 
-    The ids are those of the whole text. A byte-level tokenizer, such as those trained here, gets a
-    text of more than 2**18 characters in pieces, split before a line or a word, where it splits
-    too. Any other one gets it whole: Metaspace, for one, begins each piece with a marker.
+    The ids are those of the whole text, behind those of ``beginning_ids``. A byte-level tokenizer,
+    such as those trained here, gets a text of more than 2**18 characters in pieces, split before a
+    line or a word, where it splits too. Any other one gets it whole: Metaspace, for one, begins
+    each piece with a marker.
 
     Args:
         tokenizer: A ``tokenizers.Tokenizer``. Its truncation and padding are ignored.
@@ -198,6 +209,7 @@ def encode_texts(
         [('a', [66, 69])]
     """
     tokenizer = without_limits(tokenizer)
+    begin = np.asarray(beginning_ids(tokenizer), dtype=np.int32)
     ids: list[NDArray[np.int32]] = []
     piece = PIECE if _splits_at_words(tokenizer) else sys.maxsize
     for batch in _batches(_pieces(texts, piece)):
@@ -205,7 +217,8 @@ def encode_texts(
         for (label, _, is_last), encoding in zip(batch, encoded, strict=True):
             ids.append(np.asarray(encoding.ids, dtype=np.int32))
             if is_last:
-                yield label, ids[0] if len(ids) == 1 else np.concatenate(ids)
+                whole = ids[0] if len(ids) == 1 else np.concatenate(ids)
+                yield label, np.concatenate([begin, whole]) if len(begin) and len(whole) else whole
                 ids = []
 
 

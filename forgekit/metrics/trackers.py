@@ -65,7 +65,7 @@ class TensorBoard:
     """
 
     def __init__(self, out: str | os.PathLike[str]) -> None:
-        require("tensorboard", extra="track")
+        require("tensorboard", extra="tensorboard")
         self._folder = Path(out) / "tensorboard"
         self._writer: Any = None
 
@@ -118,7 +118,7 @@ class WandB:
     def __init__(
         self, out: str | os.PathLike[str], project: str | None = None, **options: Any
     ) -> None:
-        require("wandb", extra="track")
+        require("wandb", extra="wandb")
         self._out = Path(out)
         self._options = {"project": project or self._out.absolute().parent.name, **options}
         self._run: Any = None
@@ -130,7 +130,7 @@ class WandB:
         path = self._out / "wandb.json"
         run_id = json.loads(path.read_text())["id"] if path.exists() else secrets.token_hex(4)
         write_atomic(path, json.dumps({"id": run_id}).encode())
-        self._run = require("wandb", extra="track").init(
+        self._run = require("wandb", extra="wandb").init(
             dir=str(self._out),
             id=run_id,
             resume="allow",

@@ -13,12 +13,17 @@ import pytest
 import tokenizers
 from pool import run_ranks
 from texts import CORPUS, TEXTS, content_of, small_steps, write_lines
+from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
 
 from forgekit.data import prepare_corpus
+from forgekit.data import stream as streaming
 from forgekit.data import tokenizer as encoding
 from forgekit.data.prepare_corpus import prepare
 from forgekit.data.rows import token_dataset
+from forgekit.data.stream import stream_documents
 from forgekit.data.text_files import text_documents
 from forgekit.data.token_files import open_tokens
 from forgekit.data.tokenizer import encode_texts, load_tokenizer, train_tokenizer
@@ -240,3 +245,68 @@ def test_one_process_at_a_time_prepares_a_folder_and_foreign_files_stay(source, 
     with pytest.raises(FileExistsError, match=r"holds files that were not written here"):
         prepare(source, tmp_path / "out", vocab_size=301)
     assert (tmp_path / "out" / "model.pt").exists()
+
+
+def beginning(normalizer=None, behind=""):
+    """A tokenizer whose own encoding begins each text with ``<s>``, id 260."""
+    own = train_tokenizer(TEXTS, 260)
+    own.add_special_tokens(["<s>", "</s>"])
+    own.add_tokens(["lamp"])
+    own.normalizer = normalizer
+    specials = [("<s>", 260), ("</s>", 261)]
+    own.post_processor = TemplateProcessing(single=f"<s> $A{behind}", special_tokens=specials)
+    return own
+
+
+def begun(text, own, folder):
+    """The ids that transformers gives, and then one closing token."""
+    own.save(str(folder / "own.json"))
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "own.json"))
+    ids = theirs(text)["input_ids"]
+    return [*(ids[:-1] if ids[-1] == 261 else ids), 261]
+
+
+@pytest.mark.parametrize("behind", ["", " </s>"])
+def test_ids_are_those_of_transformers_and_begin_as_its_own(tmp_path, monkeypatch, behind):
+    monkeypatch.setattr(encoding, "PIECE", 20)
+    texts = ["cafe\u0301 and the lamp\r\n", "two " * 30, "x\ufeff\u0000"]
+    for normalizer in (NFC(), None):
+        own = beginning(normalizer, behind)
+        expected = [begun(text, own, tmp_path) for text in texts]
+        assert all(ids[0] == 260 for ids in expected)
+        given = {"tokenizer": tmp_path / "own.json", "eos_token": "</s>", "held_out_every": 4}
+        made = prepare([(t, t) for t in [*texts, "held"]], tmp_path / "out", **given)
+        assert made.train.read(0, made.train.tokens).tolist() == sum(expected, [])
+        held_out = made.held_out.read(0, made.held_out.tokens).tolist()
+        assert held_out == begun("held", own, tmp_path)
+        loaded = load_tokenizer(tmp_path / "own.json")
+        stream = stream_documents(texts, 200, 1, tokenizer=loaded, eos_id=261, epochs=1)
+        (batch,) = stream
+        seen = batch["input_ids"][0][batch["labels"][0] != -100].tolist()
+        assert seen == sum((ids[:-1] for ids in expected), [])
+    ids = begun("a<s>", own, tmp_path)
+    assert ids.count(260) == 2  # what transformers makes of a special token in a text
+    (_, plain), *_ = encode_texts(load_tokenizer(tmp_path / "own.json"), [("", "a<s>")])
+    assert plain.tolist().count(260) == 1
+
+
+def test_a_token_that_begins_documents_is_part_of_what_was_made(tmp_path, monkeypatch):
+    own = beginning()
+    own.save(str(tmp_path / "own.json"))
+    given = {"tokenizer": tmp_path / "own.json", "eos_token": "</s>", "held_out_every": 2}
+    pairs = [("a", "one"), ("b", "two")]
+
+    def stream():
+        loaded = load_tokenizer(tmp_path / "own.json")
+        return stream_documents(["one", "two"], 2, 1, tokenizer=loaded, eos_id=261)
+
+    with monkeypatch.context() as earlier:
+        for module in (prepare_corpus, encoding, streaming):
+            earlier.setattr(module, "beginning_ids", lambda _: [])
+        assert prepare(pairs, tmp_path / "out", **given).is_new
+        position = stream().state_dict()
+    assert prepare(pairs, tmp_path / "out", **given).is_new
+    assert not prepare(pairs, tmp_path / "out", **given).is_new
+    stream().load_state_dict(stream().state_dict())
+    with pytest.raises(ValueError, match="the stream's position is in other documents"):
+        stream().load_state_dict(position)

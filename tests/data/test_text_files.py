@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import re
 from pathlib import Path
@@ -15,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from texts import CORPUS
 
-from forgekit.data.text_files import stdlib_documents, text_documents
+from forgekit.data.text_files import json_objects, stdlib_documents, text_documents
 
 
 def test_a_folder_gives_its_documents_sorted_and_each_line_of_jsonl_is_one():
@@ -188,3 +190,95 @@ def test_readers_share_documents_and_each_goes_on_from_any_of_its_own(
             following = documents.read(record.after, part=part, parts=parts)
             assert list(following) == records[number + 1 :]
     assert sorted(map(str, found)) == sorted(map(str, documents.read()))
+
+
+RECORDS = [
+    {"id": n, "text": t} for n, t in enumerate(["once", 'a "b",\n[{c}]', "ü\t \u2028", "end"])
+]
+LINED = "\n".join(json.dumps(record) for record in RECORDS)
+ROWS = 'id,text\r\n0,once\r\n\r\n1,"a ""b"",\n[{c}]"\r\n2,"ü\t \u2028"\r\n3,end'
+FILES = {
+    **{f"a{suffix}": LINED for suffix in (".json", ".ndjson", ".jsonlines", ".jsonl")},
+    "b.json": json.dumps(RECORDS, indent=1, ensure_ascii=False),
+    "b.jsonl": "[" + LINED.replace("\n", ",\n") + "]",
+    "c.json": "\ufeff\n" + json.dumps(RECORDS),
+    "d.csv": "\ufeff" + ROWS,
+    "d.tsv": 'id\ttext\n0\tonce\n1\t"a ""b"",\n[{c}]"\n2\t"ü\t \u2028"\n3\tend\n',
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_records_are_read_by_what_is_in_the_file(tmp_path, name):
+    plain = tmp_path / name
+    plain.write_text(FILES[name], newline="")
+    packed = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+    for suffix, compress in packed.items():
+        (tmp_path / (name + suffix)).write_bytes(compress(plain.read_bytes()))
+    compressed(tmp_path / f"{name}.zst", plain.read_bytes())
+    for file in sorted(tmp_path.iterdir()):
+        documents = text_documents(file)
+        assert [text for _, text in documents] == [record["text"] for record in RECORDS]
+        for part, parts in ((0, 1), (1, 3)):
+            records = list(documents.read(part=part, parts=parts))
+            assert [r.content for r in records] == [r["text"] for r in RECORDS[part::parts]]
+            for number, record in enumerate(records):
+                following = documents.read(record.after, part=part, parts=parts)
+                assert list(following) == records[number + 1 :]
+        read = [record for _, record in json_objects(file)]
+        as_text = [{key: str(value) for key, value in record.items()} for record in RECORDS]
+        assert read == (as_text if "d." in file.name else RECORDS)
+
+
+def test_one_object_is_a_text_and_kinds_are_counted(tmp_path):
+    texts = {"a.json": '{"name": "x"}\n', "b.json": '{\n "name": ["x"]\n}', "c.py": "x = {}"}
+    for name, text in {**texts, "d.csv": "text\nx", "e.json": '{"text": "x"}'}.items():
+        (tmp_path / name).write_text(text)
+    documents = text_documents(sorted(tmp_path.iterdir()))
+    assert [text for _, text in documents] == [*texts.values(), "x", "x"]
+    assert documents.kinds == {"text": 3, "csv": 1, "JSON lines": 1}
+
+
+LONG = "x" * 300_000
+SAID = {  # the bytes of a file, and its texts or what is said of it
+    ("a.txt", "\ufeffa\r\nb\rc".encode()): ["a\r\nb\rc"],
+    ("a.txt", "text".encode("utf-16")): "a.txt is not UTF-8|a.txt holds a NUL",
+    ("a.txt", b"a\x00b"): "a.txt holds a NUL byte at position 1",
+    ("a.txt", b"a\xff"): "a.txt is not UTF-8: byte 0xff at position 1",
+    ("a.txt", b" \r\n\t"): [],
+    ("a.txt", b'{"text": "a"}\n{"text": "b"}\n'): r"a.txt begins with a record .* Rename it to .js",
+    ("a.js", b'{\n "text": "a"\n}'): "a.js begins with a record",
+    ("part-0", b'{"a": 1}\n'): ['{"a": 1}\n'],
+    ("a.jsonl", b'\xef\xbb\xbf{"text": "a"}\r\n\r\n  \n{"text": " "}\n{"text": "b"}'): ["a", "b"],
+    ("a.jsonl", b'{"text": "a\\u0000b"}'): ["a\x00b"],
+    ("a.jsonl", f'{{"text": "{LONG}"}}'.encode()): [LONG],
+    ("a.jsonl", b'{"text": null}'): "a.jsonl:1 has no string .text.",
+    ("a.jsonl", b'{"text": 3}'): "a.jsonl:1 has no string .text.",
+    ("a.jsonl", b'{"text": ["a"]}'): "a.jsonl:1 has no string .text.",
+    ("a.jsonl", b'{"data": {"text": "a"}}'): "a.jsonl:1 has no string .text.",
+    ("a.jsonl", b'{"text": "a", "text": "b"}'): "a.jsonl:1 cannot be read .* the key .text. stands",
+    ("a.json", b'[{"text": "a"}, 3]'): r"a.json\[1\] has no string .text.; it is 3",
+    ("a.json", b'[{"text": "a"} {"text": "b"}]'): "a.json cannot be read: Expecting ',' or ']'",
+    ("a.json", b'[{"text": "a"}, '): "a.json cannot be read: Expecting",
+    ("a.json", b'[{"text": "a"}]]'): "a.json cannot be read: Expecting",
+    ("a.json", b'["a", "b"]'): r"a.json\[0\] has no string .text.; it is .a.",
+    ("a.csv", f"text\n{LONG}\n".encode()): [LONG],
+    ("a.csv", b"id;text\n1;a\n"): 'a.csv has no column "text"; it has "id;text"',
+    ("a.csv", b"id,text\n1,a,b\n"): r"a.csv\[0\] has not as many cells .* Quote cells that hold",
+    ("a.csv", b"text,text\na,b\n"): 'a.csv names a column twice: "text", "text". Rename one',
+    ("a.csv", b'text\n"a\n'): "a.csv cannot be read: unexpected end of data. Write it again",
+    ("a.csv", b"text\n\xff\n"): "a.csv cannot be read: .utf-8. codec can't decode",
+    ("a.txt.gz", gzip.compress(b"once ") + gzip.compress(b"upon")): ["once upon"],
+    ("a.txt.xz", b"no archive"): "a.txt.xz cannot be read: .* Write it again",
+    ("a.json.gz", b"no archive"): "a.json.gz cannot be read: .* Write it again",
+}
+
+
+@pytest.mark.parametrize(("name", "content"), SAID)
+def test_what_a_file_says_becomes_its_texts_or_is_refused(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    said = SAID[name, content]
+    if isinstance(said, list):
+        assert [text for _, text in text_documents(tmp_path / name)] == said
+    else:
+        with pytest.raises(ValueError, match=said):
+            list(text_documents(tmp_path / name))
