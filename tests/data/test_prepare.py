@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tracemalloc
+from itertools import chain
 from unittest import mock
 
 import pytest
@@ -276,14 +277,14 @@ def test_ids_are_those_of_transformers_and_begin_as_its_own(tmp_path, monkeypatc
         assert all(ids[0] == 260 for ids in expected)
         given = {"tokenizer": tmp_path / "own.json", "eos_token": "</s>", "held_out_every": 4}
         made = prepare([(t, t) for t in [*texts, "held"]], tmp_path / "out", **given)
-        assert made.train.read(0, made.train.tokens).tolist() == sum(expected, [])
+        assert made.train.read(0, made.train.tokens).tolist() == [*chain.from_iterable(expected)]
         held_out = made.held_out.read(0, made.held_out.tokens).tolist()
         assert held_out == begun("held", own, tmp_path)
         loaded = load_tokenizer(tmp_path / "own.json")
         stream = stream_documents(texts, 200, 1, tokenizer=loaded, eos_id=261, epochs=1)
         (batch,) = stream
         seen = batch["input_ids"][0][batch["labels"][0] != -100].tolist()
-        assert seen == sum((ids[:-1] for ids in expected), [])
+        assert seen == [*chain.from_iterable(ids[:-1] for ids in expected)]
     ids = begun("a<s>", own, tmp_path)
     assert ids.count(260) == 2  # what transformers makes of a special token in a text
     (_, plain), *_ = encode_texts(load_tokenizer(tmp_path / "own.json"), [("", "a<s>")])
