@@ -9,8 +9,6 @@ from __future__ import annotations
 import codecs
 import csv
 import hashlib
-import importlib
-import io
 import itertools
 import json
 import os
@@ -22,8 +20,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
-from types import MappingProxyType, SimpleNamespace
-from typing import Any, BinaryIO, TypeAlias, cast, get_args
+from types import MappingProxyType
+from typing import Any, BinaryIO, TypeAlias, get_args
 
 import attrs
 
@@ -38,6 +36,7 @@ from forgekit.data.documents import (
     read_texts,
 )
 from forgekit.environment import require
+from forgekit.remote.remote_files import COMPRESSED, File, RemoteFile, opened
 from forgekit.remote.urls import Url, fs_of, location_of, retried
 
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
@@ -52,12 +51,6 @@ SUFFIXES = (
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 TABLES = {".csv": ",", ".tsv": "\t"}
 """Tables in text, by their delimiter."""
-
-COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": ""}
-"""Python's module for each suffix; pyarrow reads zstd."""
-
-FETCHED_BYTES = 2**23
-"""Of a file behind a URL, by one request."""
 
 DAMAGED = 2**62
 """The position in a file behind its damage, from which nothing more is read."""
@@ -116,65 +109,6 @@ def stdlib_documents() -> TextDocuments:
         folders[:] = (name for name in folders if name not in _NOT_LIBRARY)  # not looked into
         files += (Path(folder, name).relative_to(root) for name in names if name.endswith(".py"))
     return TextDocuments(tuple(root / file for file in sorted(files)))
-
-
-@attrs.frozen
-class RemoteFile:
-    """A file behind a URL, with what is used here of a path.
-
-    Attributes:
-        url: The URL.
-        size: Bytes.
-        stamp: Changes with the content: the store's ETag or a time.
-    """
-
-    url: Url
-    size: int
-    stamp: str
-
-    suffix = property(lambda self: PurePosixPath(self.url).suffix)
-    stem = property(lambda self: PurePosixPath(self.url).stem)
-
-    def __str__(self) -> str:
-        return self.url
-
-    def resolve(self) -> RemoteFile:
-        """Return itself: the same file always has the same URL."""
-        return self
-
-    def stat(self) -> Any:
-        """Return the size, and what stands for the time of the last change."""
-        return SimpleNamespace(st_size=self.size, st_mtime_ns=self.stamp)
-
-    def open(self) -> BinaryIO:
-        """Open it; what is read of it is asked for with patience."""
-        return io.BufferedReader(_PatientFile(self.url), FETCHED_BYTES)
-
-
-File: TypeAlias = Path | RemoteFile
-
-
-class _PatientFile(io.RawIOBase):
-    """A file of fsspec that reads again what a store did not answer."""
-
-    def __init__(self, url: Url) -> None:
-        fs, root = fs_of(url)
-        self._url, self._file = url, retried(lambda: fs.open(root, "rb", cache_type="none"), url)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def readinto(self, buffer: Any) -> int:
-        # fsspec advances only behind a read that has succeeded, so the next try reads the same.
-        content = retried(lambda: self._file.read(len(buffer)), self._url)
-        buffer[: len(content)] = content
-        return len(content)
 
 
 @attrs.frozen
@@ -256,7 +190,7 @@ def _kind(file: File, key: str | None) -> str:
     if suffix not in (*JSON_LINES, ".json"):
         return "text"
     try:
-        with _opened(file) as lines:
+        with opened(file) as lines:
             filled = (line for line in lines if _without_bom(line).strip())
             first = _without_bom(next(filled, b"")).strip()
             is_alone = next(filled, None) is None
@@ -291,7 +225,7 @@ def _located(file: File, position: int, number: int, key: str) -> Iterator[Locat
 
 
 def _lines(file: File, position: int, number: int, key: str | None) -> Iterator[Located]:
-    with _opened(file) as lines:
+    with opened(file) as lines:
         _skip(lines, position)
         for line in lines:
             position, number = position + len(line), number + 1
@@ -302,8 +236,8 @@ def _lines(file: File, position: int, number: int, key: str | None) -> Iterator[
 
 def _array(file: File, position: int, number: int, key: str | None) -> Iterator[Located]:
     """Locate the elements of an array; its text is in memory as a whole, its values are not."""
-    with _opened(file) as opened:
-        text = opened.read().decode("utf-8-sig")
+    with opened(file) as stream:
+        text = stream.read().decode("utf-8-sig")
     size, values = file.stat().st_size, json.JSONDecoder()
     is_array = text.lstrip().startswith("[")
     start = re.compile(r"\s*" + r"\[?" * is_array + r"\s*")
@@ -332,7 +266,7 @@ def _table(file: File, position: int, number: int, key: str | None) -> Iterator[
             read += len(line)
             yield line.decode("utf-8-sig" if read == len(line) else "utf-8")
 
-    with _opened(file) as lines:
+    with opened(file) as lines:
         options: Any = {"delimiter": TABLES[_plain_suffix(file)], "strict": True}
         rows = csv.reader(decoded(lines), **options)
         columns = next(filter(None, rows), [])
@@ -372,15 +306,15 @@ def _rows(file: File, position: int, _: int, key: str | None) -> Iterator[Locate
     parquet, size = require("pyarrow.parquet", extra="data"), file.stat().st_size
     is_local = isinstance(file, Path)
     source, options = file if is_local else file.open(), {"page_checksum_verification": True}
-    with parquet.ParquetFile(source, memory_map=is_local, **options) as opened:
+    with parquet.ParquetFile(source, memory_map=is_local, **options) as table:
         if key is not None:
-            check_column(str(file), key, opened.schema_arrow.names)
+            check_column(str(file), key, table.schema_arrow.names)
         columns = None if key is None else [key]
-        first, rows = 0, opened.metadata.num_rows
-        for group in range(opened.num_row_groups):
-            last = first + opened.metadata.row_group(group).num_rows
+        first, rows = 0, table.metadata.num_rows
+        for group in range(table.num_row_groups):
+            last = first + table.metadata.row_group(group).num_rows
             if position < last:  # a larger group is read in pieces
-                for batch in opened.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns):
+                for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns):
                     for row in range(max(position, first), first + batch.num_rows):
                         name, at = f"{file}[{row}]", row - first
                         if key is None:
@@ -399,8 +333,8 @@ _READERS = MappingProxyType(
 
 def _text_of_file(file: File, key: str) -> str:
     try:
-        with _opened(file) as opened:
-            content = opened.read()
+        with opened(file) as stream:
+            content = stream.read()
     except Exception as error:
         raise _damage_of(file, error) from None
     if (position := content.find(0)) >= 0:
@@ -467,18 +401,6 @@ def _utf8(content: bytes, name: str) -> str:
             f"{name} is not UTF-8: byte 0x{content[error.start]:02x} at position {error.start}. "
             "Convert it (iconv -t UTF-8) or leave it out."
         ) from None
-
-
-def _opened(file: File) -> BinaryIO:
-    """Open a file for reading its bytes, decompressed."""
-    compressed: Any = file if isinstance(file, Path) else file.open()
-    if module := COMPRESSED.get(file.suffix.lower()):
-        return importlib.import_module(module).open(compressed)
-    if file.suffix.lower() == ".zst":
-        source = str(file) if isinstance(file, Path) else compressed
-        stream = require("pyarrow", extra="data").input_stream(source, compression="zstd")
-        return cast(BinaryIO, io.BufferedReader(stream, 2**20))
-    return file.open("rb", buffering=2**20) if isinstance(file, Path) else compressed
 
 
 def _until_damage(located: Iterator[Located], file: File) -> Iterator[Located]:

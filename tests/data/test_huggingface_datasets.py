@@ -42,6 +42,13 @@ def interleaved():
     return interleave_datasets([generated(), generated()], probabilities=[0.3, 0.7], seed=3)
 
 
+def joined():
+    from datasets import concatenate_datasets
+
+    ids = whole("title").select_columns("title").to_iterable_dataset(num_shards=1)
+    return concatenate_datasets([whole().to_iterable_dataset(num_shards=3), ids], axis=1)
+
+
 def doubled(batch):
     return {"text": [text + "!" for text in batch["text"] for _ in range(2)]}
 
@@ -65,11 +72,13 @@ KINDS = {
     ),
     "taken": lambda: whole().to_iterable_dataset(num_shards=3).skip(4).take(13),
     "interleaved": interleaved,
+    "repeated": lambda: generated().take(7).repeat(2),
+    "joined": joined,
 }
 
 
 @pytest.mark.parametrize(
-    ("kind", "at_once"), list(zip(KINDS, [1, 4, 256, 4, 256, 4, 1, 4, 4], strict=True))
+    ("kind", "at_once"), list(zip(KINDS, [1, 4, 256, 4, 256, 4, 1, 4, 4, 4, 4], strict=True))
 )
 def test_parts_are_disjoint_and_go_on_exactly_from_every_row(monkeypatch, kind, at_once):
     monkeypatch.setattr(sources, "ROWS_AT_ONCE", at_once)

@@ -126,7 +126,7 @@ def test_an_outage_while_texts_are_read_changes_none_and_a_file_that_changes_is_
     bucket, tmp_path, monkeypatch
 ):
     (tmp_path / "a.jsonl").write_bytes(LINES * 4)
-    monkeypatch.setattr("forgekit.data.text_files.FETCHED_BYTES", 2**12)
+    monkeypatch.setattr("forgekit.remote.remote_files.FETCHED_BYTES", 2**12)
     url = bucket.upload(tmp_path, "outage")
     texts = iter(text_documents(url))
     read = [next(texts)[1] for _ in range(5)]

@@ -1,0 +1,92 @@
+"""Files on this disk and behind URLs, opened alike for reading their bytes, decompressed."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
+from typing import Any, BinaryIO, TypeAlias, cast
+
+import attrs
+
+from forgekit.environment import require
+from forgekit.remote.urls import Url, fs_of, retried
+
+COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": ""}
+"""Python's module for each suffix; pyarrow reads zstd."""
+
+FETCHED_BYTES = 2**23
+"""Of a file behind a URL, by one request."""
+
+
+@attrs.frozen
+class RemoteFile:
+    """A file behind a URL, with what is used here of a path.
+
+    Attributes:
+        url: The URL.
+        size: Bytes.
+        stamp: Changes with the content: the store's ETag or a time.
+    """
+
+    url: Url
+    size: int
+    stamp: str
+
+    suffix = property(lambda self: PurePosixPath(self.url).suffix)
+    stem = property(lambda self: PurePosixPath(self.url).stem)
+
+    def __str__(self) -> str:
+        return self.url
+
+    def resolve(self) -> RemoteFile:
+        """Return itself: the same file always has the same URL."""
+        return self
+
+    def stat(self) -> Any:
+        """Return the size, and what stands for the time of the last change."""
+        return SimpleNamespace(st_size=self.size, st_mtime_ns=self.stamp)
+
+    def open(self) -> BinaryIO:
+        """Open it; what is read of it is asked for with patience."""
+        return io.BufferedReader(_PatientFile(self.url), FETCHED_BYTES)
+
+
+File: TypeAlias = Path | RemoteFile
+
+
+class _PatientFile(io.RawIOBase):
+    """A file of fsspec that reads again what a store did not answer."""
+
+    def __init__(self, url: Url) -> None:
+        fs, root = fs_of(url)
+        self._url, self._file = url, retried(lambda: fs.open(root, "rb", cache_type="none"), url)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        # fsspec advances only behind a read that has succeeded, so the next try reads the same.
+        content = retried(lambda: self._file.read(len(buffer)), self._url)
+        buffer[: len(content)] = content
+        return len(content)
+
+
+def opened(file: File) -> BinaryIO:
+    """Open a file for reading its bytes, decompressed."""
+    compressed: Any = file if isinstance(file, Path) else file.open()
+    if module := COMPRESSED.get(file.suffix.lower()):
+        return importlib.import_module(module).open(compressed)
+    if file.suffix.lower() == ".zst":
+        source = str(file) if isinstance(file, Path) else compressed
+        stream = require("pyarrow", extra="data").input_stream(source, compression="zstd")
+        return cast(BinaryIO, io.BufferedReader(stream, 2**20))
+    return file.open("rb", buffering=2**20) if isinstance(file, Path) else compressed
