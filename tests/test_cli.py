@@ -148,7 +148,8 @@ def test_prepare_says_where_things_are_and_how_big(texts, here, capsys):
     assert third == f"tokenizer  tokens/tokenizer.json  {train.vocab_size} tokens"
     read = f"reading {sum(path.stat().st_size for path in texts.iterdir()) / 1e6:.1f} MB of text"
     stages = ("tokenizer", "tokens")
-    assert shown.err.splitlines() == [f"{stage}: {read}" for stage in stages]
+    said = ["10 files: 10 text", *(f"{stage}: {read}" for stage in stages)]
+    assert shown.err.splitlines() == said
     assert main(["prepare", str(texts), *arguments]) == 0
     again = "tokens was made from the same files before and stays unchanged."
     assert capsys.readouterr().out.splitlines()[0] == again

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import itertools
 import logging
 import os
@@ -14,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 import attrs
 import numpy as np
 
-from forgekit.checks import brief, check_choice, parse_json, quoted
+from forgekit.checks import brief, check_choice, quoted
 from forgekit.data.batch import IGNORED
 from forgekit.data.chat_template import (
     ChatEncoder,
@@ -23,10 +22,9 @@ from forgekit.data.chat_template import (
     check_media,
     flag_of,
 )
-from forgekit.data.documents import ROWS_AT_ONCE
 from forgekit.data.packing import Bins, pack
 from forgekit.data.rows import InMemory, RowDataset
-from forgekit.data.text_files import File, Paths, files_at, json_objects
+from forgekit.data.text_files import Paths, files_at, json_objects
 from forgekit.data.tokenizer import vocabulary_size
 from forgekit.environment import require
 
@@ -269,7 +267,7 @@ def _lines(source: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the name and the content of each line or row."""
     markers = ("state.json", "dataset_dict.json")
     if isinstance(source, str | os.PathLike) and any(Path(source, m).is_file() for m in markers):
-        source = require("datasets", extra="hf").load_from_disk(os.fspath(source))
+        source = require("datasets", extra="data").load_from_disk(os.fspath(source))
     if isinstance(source, dict):
         raise ValueError(f"the dataset has the splits {quoted(source)}; pass one of them.")
     if hasattr(source, "with_format"):
@@ -279,39 +277,9 @@ def _lines(source: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((f"line {n}", line) for n, line in enumerate(source))
     else:
         for file in files_at(source):
-            yield from _rows(file) if file.suffix.lower() == ".parquet" else _json(file)
-
-
-def _json(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of JSON lines, or of the one array that a ``.json`` file may hold."""
-    content = b""
-    if file.suffix.lower() == ".json":
-        with file.open("rb") if isinstance(file, Path) else file.open() as opened:
-            content = opened.read().removeprefix(codecs.BOM_UTF8).strip()
-    if not content.startswith(b"["):
-        yield from json_objects(file)
-        return
-    try:
-        lines = parse_json(content)
-    except ValueError as error:
-        raise ValueError(f"{file} cannot be read as a JSON array: {error}. Mend it.") from None
-    for number, line in enumerate(lines):
-        if not isinstance(line, dict):
-            raise ValueError(f"{file}[{number}] is {brief(line)}; each must be one JSON object.")
-        yield f"{file}[{number}]", line
-
-
-def _rows(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a parquet file."""
-    parquet, number = require("pyarrow.parquet", extra="hf"), itertools.count()
-    try:
-        with parquet.ParquetFile(file if isinstance(file, Path) else file.open()) as opened:
-            for batch in opened.iter_batches(ROWS_AT_ONCE):
-                for row in batch.to_pylist():
-                    yield f"{file}[{next(number)}]", _without_nulls(row)
-    except require("pyarrow", extra="hf").ArrowException as error:
-        problem = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"{file} cannot be read: {problem}. Write it again.") from None
+            is_table = file.suffix.lower() == ".parquet"
+            for name, line in json_objects(file):
+                yield name, _without_nulls(line) if is_table else line
 
 
 def _without_nulls(value: Any) -> Any:

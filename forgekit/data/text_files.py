@@ -178,7 +178,7 @@ def json_objects(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, read, *_ in _until_damage(read_kind(file, 0, 0, None), file):
         record: Any = read()
         if not isinstance(record, dict):
-            raise ValueError(f"{name} is {brief(record)}; each line must be one JSON object.")
+            raise ValueError(f"{name} is {brief(record)}; each must be one JSON object.")
         yield name, record
 
 

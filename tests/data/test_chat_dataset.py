@@ -610,7 +610,7 @@ def test_lines_are_read_from_every_kind_of_file_and_dataset(tmp_path):
     with pytest.raises(ValueError, match=r"array.json\[0\] is 1; each must be one JSON object"):
         chat_dataset(tmp_path / "array.json", tokenizer, 64)
     (tmp_path / "array.json").write_text("[1")
-    with pytest.raises(ValueError, match=r"array.json cannot be read as a JSON array: Expecting"):
+    with pytest.raises(ValueError, match=r"array.json cannot be read: Expecting"):
         chat_dataset(tmp_path / "array.json", tokenizer, 64)
 
 
