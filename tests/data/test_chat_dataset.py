@@ -620,7 +620,7 @@ DROP = partial(chat_dataset, long="drop")
 LINES = {
     'a.jsonl:1 has the keys "text"; a line': (DROP, {"text": "a"}),
     "'a' as prompt and .* as completion": (DROP, {"prompt": "a", "completion": [ANSWER]}),
-    r"a.jsonl:1 is \[1\]; each line must be": (DROP, [1]),
+    r"a.jsonl:1 is \[1\]; each must be": (DROP, [1]),
     "nothing is supervised: 0 examples of 1 lines.*1 dropped": (DROP, LONG),
     'has the keys "prompt", "chosen"; a preference': (preference_dataset, PAIR),
     r"a.jsonl:1 has \d+ tokens; a row has 16": (preference_dataset, PAIRS["messages"]),
