@@ -138,7 +138,6 @@ def _pipeline(row: Row, micros: int, rank: int) -> Counter[str]:
     """Each stage passes on each micro-batch, and its gradient back, to another rank.
 
     Before, the ranks compare what they are about to run: a difference would leave them waiting.
-    After it they tell whether all could pull what they had said.
     """
     ranks = row.size("pp")
     if ranks == 1:
@@ -152,7 +151,7 @@ def _pipeline(row: Row, micros: int, rank: int) -> Counter[str]:
         for other in (stage - 1, stage + 1)
         if 0 <= other < count and owners[other] != owners[stage]
     ]
-    return Counter(all_reduce=2, send=micros * len(passed), recv=micros * len(passed))
+    return Counter(all_reduce=1, send=micros * len(passed), recv=micros * len(passed))
 
 
 def _experts(row: Row, micros: int, blocks: int) -> Counter[str]:

@@ -17,13 +17,13 @@ LAYING_OUT = {
     "key and value heads by tp": ({"tp": 2}, r"is 1, which tp 2 must", {"kv_heads": 1}, {}),
     "other numbers of blocks": (
         {"dp_shard": 2},
-        "model: .*25 parameters.* on rank 0, .*47 .* on rank 1",
+        "model: .*31 parameters.* on rank 0, .*59 .* on rank 1",
         {"layers": (2, 4)},
         {},
     ),
     "on meta on one rank": (
         {"dp_shard": 2},
-        "model: .* 0 on meta .* on rank 0, .* 25 on meta .* on rank 1",
+        "model: .* 0 on meta .* on rank 0, .* 31 on meta .* on rank 1",
         {},
         {"device": ("cpu", "meta")},
     ),
