@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from forgekit.checks import check_choice, check_rank, nearest_multiples, quoted
@@ -29,6 +29,15 @@ IGNORED = -100
 
 PADDING = -1
 """The document id of a position that belongs to no document."""
+
+POSITIONS = frozenset(
+    {
+        *("input_ids", "labels", "position_ids", "doc_ids", "targets", "loss_mask", "replay"),
+        *("log_probs", "old_log_probs", "reference", "advantages", "rewards", "versions"),
+        *("lengths", "empty", "logits", "hidden"),
+    }
+)
+"""Names of tensors ``[b s ...]`` whose positions ranks share under context parallelism."""
 
 _FILL = {"labels": IGNORED, "doc_ids": PADDING}
 
@@ -315,8 +324,9 @@ def shard_sequence(
     """Take one rank's positions of a micro-batch of whole sequences.
 
     Args:
-        batch: ``input_ids`` ``[b s]``; tensors whose first dimensions are ``b`` and ``s`` are
-            sliced, in nested TensorDicts too; all others (``source``) are kept.
+        batch: ``input_ids`` ``[b s]``. Sliced are ``[b s ...]`` tensors under the names of
+            ``POSITIONS`` and all in nested TensorDicts of ``batch_size=[b, s]``; tensors of other
+            shapes (``source``) are kept.
         rank: This rank among those that share the sequence.
         world: Number of ranks that share it.
         method: ``"zigzag"``: of ``2 * world`` chunks, ``rank`` and its mirror image
@@ -328,7 +338,8 @@ def shard_sequence(
 
     Raises:
         ValueError: If there are no ``input_ids``, the method is unknown, the rank is out of range,
-            or the positions do not divide into equal chunks.
+            the positions do not divide into equal chunks, or a ``[b s ...]`` tensor of another name
+            does not say whether it has positions.
 
     Examples:
         >>> batch = TensorDict({"input_ids": torch.arange(8)[None]}, batch_size=[1])
@@ -339,14 +350,11 @@ def shard_sequence(
         Ring attention, https://arxiv.org/abs/2310.01889; striped, for the balance of causal
         masks, https://arxiv.org/abs/2311.09431
     """
-    shape = ids_shape(batch)
 
     def mine(tensor: Tensor) -> Tensor:
-        if tensor.shape[:2] != shape:
-            return tensor
         return slice_positions(tensor, rank=rank, world=world, method=method, dim=1)
 
-    return _apply(mine, batch)
+    return _map_positions(mine, ids_shape(batch), batch, declared=world == 1)
 
 
 def unshard_sequence(slices: Sequence[TensorDict], *, method: Slicing = "zigzag") -> TensorDict:
@@ -363,16 +371,12 @@ def unshard_sequence(slices: Sequence[TensorDict], *, method: Slicing = "zigzag"
         ValueError: If they differ in keys, dtypes or shapes.
     """
     check_choice("method", method, get_args(Slicing))
-    first, *others = slices
-    shape = ids_shape(first)
     check_alike({f"slice {number}": part for number, part in enumerate(slices)})
 
     def join(*parts: Tensor) -> Tensor:
-        if parts[0].shape[:2] != shape:
-            return parts[0]
         return join_positions(parts, method=method, dim=1)
 
-    return _apply(join, first, *others)
+    return _map_positions(join, ids_shape(slices[0]), *slices)
 
 
 def slice_positions(
@@ -429,9 +433,28 @@ def join_positions(parts: Sequence[Tensor], *, method: Slicing = "zigzag", dim: 
     return torch.cat(list(parts), dim)
 
 
-def _apply(function: Callable[..., Tensor], *batches: TensorDict) -> TensorDict:
-    """Call a function of the tensors under each key, in nested TensorDicts too."""
-    first, *others = batches
-    applied = first.apply(function, *others, batch_size=first.batch_size[:1])
-    assert isinstance(applied, TensorDict)
-    return applied
+def _map_positions(
+    function: Callable[..., Tensor], shape: tuple[int, ...], *batches: Any, declared: bool = False
+) -> TensorDict:
+    """Call a function of the tensors that have positions; keep the first batch's others."""
+    mapped: dict[str, Any] = {}
+    for key, value in batches[0].items():
+        is_declared = declared or key in POSITIONS
+        if isinstance(value, TensorDictBase):
+            is_declared = is_declared or tuple(value.batch_size[:2]) == shape
+            parts = [batch[key] for batch in batches]
+            mapped[key] = _map_positions(function, shape, *parts, declared=is_declared)
+        elif tuple(value.shape[:2]) != shape:
+            mapped[key] = value
+        elif is_declared:
+            mapped[key] = function(*(batch[key] for batch in batches))
+        else:
+            raise ValueError(
+                f'"{key}" has shape {tuple(value.shape)} and ranks share the {shape[1]} positions '
+                "of a row. If it has positions, put it into a TensorDict of batch_size [b, s] in "
+                f"the batch; if not, give it another shape: {[shape[0], 1, *value.shape[1:]]}."
+            )
+    sizes = batches[0].batch_size[:1]
+    if declared and len(batches[0].batch_size) > 1 and mapped:
+        sizes = next(iter(mapped.values())).shape[:2]
+    return TensorDict(mapped, batch_size=sizes)

@@ -74,7 +74,7 @@ def sequences(positions, rows=2):
     tensors = {
         "input_ids": ids,
         "labels": ids + 1,
-        "weights": ids[..., None] * torch.ones(3),
+        "mine": TensorDict({"weights": ids[..., None] * torch.ones(3)}, [rows, positions]),
         "source": torch.arange(rows),
         "pair": torch.arange(rows * (positions + 1)).reshape(rows, -1),
         # Of experts by layer, for example.
@@ -103,6 +103,23 @@ def test_slices_are_a_partition_and_join_to_the_whole(world, chunk, rows, method
     assert (joined == batch).all()
     if method == "zigzag":  # as many pairs of a query and a key on each rank
         assert len({int((part["input_ids"][0] + 1).sum()) for part in slices}) == 1
+
+
+def test_what_a_tensor_of_another_name_holds_is_declared_and_never_guessed():
+    """A table of as many columns as there are positions would be sliced by its shape alone."""
+    batch = sequences(8, rows=2)
+    for method in ("zigzag", "contiguous"):
+        half = shard_sequence(batch, rank=1, world=2, method=method)
+        for part in (half, shard_sequence(half, rank=1, world=2, method="contiguous")):
+            assert part["mine"].batch_size == part["input_ids"].shape
+            assert part["mine", "weights"][..., 1].equal(part["input_ids"].float())
+    table = torch.arange(16.0).view(2, 8)
+    apart = batch.clone().update({"table": table[:, None]})
+    assert shard_sequence(apart, rank=1, world=2)["table"].equal(table[:, None])
+    plain = batch.clone().update({"table": table})
+    assert (shard_sequence(plain, rank=0, world=1) == plain).all()
+    with pytest.raises(ValueError, match=r'"table" has shape \(2, 8\) and ranks share the 8 pos'):
+        shard_sequence(plain, rank=0, world=2)
 
 
 def test_chunks_by_hand():
