@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, get_args
 
+import attrs
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -52,6 +53,30 @@ from forgekit.parallel.pipeline.stages import Stages
 from forgekit.parallel.tensor.plan import Plan, read_plan
 from forgekit.parallel.tensor.tensor_parallel import apply_plan
 from forgekit.state import DEFAULT_LOSS_SCALE, Layout, check_dense, longest_of, set_layout
+
+
+@attrs.frozen(kw_only=True)
+class Options:
+    """What ``parallelize`` was asked for, which all ranks have alike."""
+
+    precision: Precision
+    activation_checkpoint: ActivationCheckpoint
+    memory_budget: float
+    compile: bool
+    pipeline_schedule: PipelineSchedule
+    context_parallel: ContextParallel
+    attention: AttentionChoice
+    plan: Plan | None
+    blocks: str | None
+    head: str | None
+    reshard_after_forward: bool | int
+    cpu_offload: bool
+    batch_invariant: bool
+    seed: int
+
+    def by_name(self) -> dict[str, Any]:
+        """All of them, to be compared."""
+        return attrs.asdict(self, recurse=False)
 
 
 def parallelize(
@@ -122,7 +147,22 @@ def parallelize(
             found, a buffer is on meta and its module has no ``reset_buffers()``, a parameter is
             shared by two blocks, or parameters are complex or sparse.
     """
-    options = {name: value for name, value in locals().items() if name not in ("model", "mesh")}
+    options = Options(
+        precision=precision,
+        activation_checkpoint=activation_checkpoint,
+        memory_budget=memory_budget,
+        compile=compile,
+        pipeline_schedule=pipeline_schedule,
+        context_parallel=context_parallel,
+        attention=attention,
+        plan=plan,
+        blocks=blocks,
+        head=head,
+        reshard_after_forward=reshard_after_forward,
+        cpu_offload=cpu_offload,
+        batch_invariant=batch_invariant,
+        seed=seed,
+    )
     # What can be refused is refused here, on all ranks alike, before process groups are made.
     path, layers = _check(model, mesh, options)
     kernels = choose_attention(model, mesh, COMPUTE.get(precision), attention, context_parallel)
@@ -154,24 +194,32 @@ def parallelize(
         roots[-1].register_forward_hook(gather_output)
     # Last: what gets memory are shards.
     materialise(model, roots, mesh.device_type, seed=seed, cpu_offload=cpu_offload)
-    set_layout(model, _layout(model, mesh, precision, context, kernels, styles, unsharded, stages))
+    layout = _layout(
+        model,
+        mesh,
+        precision=precision,
+        context=context,
+        kernels=kernels,
+        styles=styles,
+        unsharded=unsharded,
+        stages=stages,
+    )
+    set_layout(model, layout)
     return model
 
 
-def _check(
-    model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]
-) -> tuple[str, list[nn.Module]]:
+def _check(model: nn.Module, mesh: DeviceMesh, options: Options) -> tuple[str, list[nn.Module]]:
     """Raise for what cannot be laid out; return the path of the repeated layers, and them."""
     _check_ranks(model, mesh, options)
-    path, layers = _find_blocks(model, options["blocks"])
+    path, layers = _find_blocks(model, options.blocks)
     _check_options(model, mesh, layers, options)
     _check_model(model, layers if _is_sharded(mesh, options) else [])
-    if options["batch_invariant"] or is_batch_invariant(model):
+    if options.batch_invariant or is_batch_invariant(model):
         _make_batch_invariant(model, mesh, options)
     return path, layers
 
 
-def _check_ranks(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
+def _check_ranks(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     """Raise on every rank if the mesh is not the world, or ranks were set up differently."""
     if mesh.size() != dist.get_world_size():
         raise ValueError(
@@ -179,16 +227,16 @@ def _check_ranks(model: nn.Module, mesh: DeviceMesh, options: Mapping[str, Any])
             f"{dist.get_world_size()}. Start as many processes as the mesh needs."
         )
     check_dimensions(mesh)
-    plan = getattr(model, "plan", None) if options["plan"] is None else options["plan"]
+    plan = getattr(model, "plan", None) if options.plan is None else options.plan
     items = plan.items() if isinstance(plan, Mapping) else ()
     # A style of torch's by its attributes: its own text has an address.
     shown = [(n, (type(s), vars(s)) if isinstance(s, ParallelStyle) else s) for n, s in items]
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    check_alike(model, {**options, "plan": shown, "mesh": sizes})
+    check_alike(model, {**options.by_name(), "plan": shown, "mesh": sizes})
 
 
 def _check_options(
-    model: nn.Module, mesh: DeviceMesh, layers: list[nn.Module], options: Mapping[str, Any]
+    model: nn.Module, mesh: DeviceMesh, layers: list[nn.Module], options: Options
 ) -> None:
     for name, kind in {
         "precision": Precision,
@@ -197,8 +245,8 @@ def _check_options(
         "context_parallel": ContextParallel,
         "attention": AttentionChoice,
     }.items():
-        check_choice(name, options[name], get_args(kind))
-    recomputed, compiled = options["activation_checkpoint"], options["compile"]
+        check_choice(name, getattr(options, name), get_args(kind))
+    recomputed, compiled = options.activation_checkpoint, options.compile
     if recomputed == "budget" and not compiled:
         raise ValueError(
             "activation_checkpoint is 'budget', which the compiler keeps, and compile is False; "
@@ -211,9 +259,9 @@ def _check_options(
         )
 
 
-def _make_batch_invariant(model: Any, mesh: DeviceMesh, options: Mapping[str, Any]) -> None:
+def _make_batch_invariant(model: Any, mesh: DeviceMesh, options: Options) -> None:
     """Make a model batch-invariant, in place, unless something else is asked for beside it."""
-    given = {**options, **{name: size_of(mesh, name) for name in ("tp", "cp", "pp")}}
+    given = {**options.by_name(), **{name: size_of(mesh, name) for name in ("tp", "cp", "pp")}}
     proved = {"compile": [False], "attention": ["auto"], "precision": ["fp32", "bf16"]}
     proved |= {"head": [None], "tp": [1], "cp": [1], "pp": [1]}
     for name, values in proved.items():
@@ -244,16 +292,14 @@ def _check_model(model: nn.Module, layers: list[nn.Module]) -> None:
                 )
 
 
-def _split(
-    model: nn.Module, mesh: DeviceMesh, blocks: str, options: Mapping[str, Any]
-) -> Stages | None:
+def _split(model: nn.Module, mesh: DeviceMesh, blocks: str, options: Options) -> Stages | None:
     """Keep this rank's pipeline stages, in place; None where a rank has the whole model."""
     if size_of(mesh, "pp") == 1:
         return None
     # Each part of a backward in two would recompute, or compile, the block once more.
-    splits = options["activation_checkpoint"] == "none" and not options["compile"]
+    splits = options.activation_checkpoint == "none" and not options.compile
     trains = any(parameter.requires_grad for parameter in model.parameters())
-    stages = Stages(model, mesh, options["pipeline_schedule"], blocks, splits_backward=splits)
+    stages = Stages(model, mesh, options.pipeline_schedule, blocks, splits_backward=splits)
     has_trained = any(p.requires_grad for stage in stages.modules for p in stage.parameters())
     frozen = [rank for rank, trained in enumerate(exchange(has_trained)) if not trained]
     if trains and frozen:
@@ -264,12 +310,12 @@ def _split(
     return stages
 
 
-def _recompute_and_compile(layers: list[nn.Module], options: Mapping[str, Any]) -> None:
+def _recompute_and_compile(layers: list[nn.Module], options: Options) -> None:
     for layer in layers:
-        recompute(layer, options["activation_checkpoint"])
-    if options["compile"]:
-        budget = options["memory_budget"]
-        compile_blocks(layers, options["activation_checkpoint"], memory_budget=budget)
+        recompute(layer, options.activation_checkpoint)
+    if options.compile:
+        budget = options.memory_budget
+        compile_blocks(layers, options.activation_checkpoint, memory_budget=budget)
 
 
 def _take_heads(roots: list[nn.Module], projection: nn.Linear | None) -> None:
@@ -278,12 +324,12 @@ def _take_heads(roots: list[nn.Module], projection: nn.Linear | None) -> None:
             take_head(root, projection)
 
 
-def _is_sharded(mesh: DeviceMesh, options: Mapping[str, Any]) -> bool:
+def _is_sharded(mesh: DeviceMesh, options: Options) -> bool:
     """Whether FSDP wraps the model: on several ranks always, on a dimension of size 1 if need be.
 
     Optimizers refuse plain parameters beside DTensors.
     """
-    return mesh.size() > 1 or options["precision"] != "fp32" or options["cpu_offload"]
+    return mesh.size() > 1 or options.precision != "fp32" or options.cpu_offload
 
 
 def _shard(
@@ -292,13 +338,13 @@ def _shard(
     experts: list[nn.Module],
     meshes: tuple[DeviceMesh, DeviceMesh | None],
     stages: Stages | None,
-    options: Mapping[str, Any],
+    options: Options,
 ) -> None:
     """Wrap what this rank has in FSDP, in place."""
-    (data_ranks, view), precision = meshes, options["precision"]
+    (data_ranks, view), precision = meshes, options.precision
     # A backward in two parts finds a stage's weights only while they are gathered.
-    reshards = options["reshard_after_forward"] if stages is None else False
-    kept = {"reshard_after_forward": reshards, "cpu_offload": options["cpu_offload"]}
+    reshards = options.reshard_after_forward if stages is None else False
+    kept = {"reshard_after_forward": reshards, "cpu_offload": options.cpu_offload}
     # Inner modules first: an outer one leaves out what is wrapped already.
     if view is not None:
         shard_experts(experts, view, precision, **kept)
@@ -309,6 +355,7 @@ def _shard(
 def _layout(
     model: nn.Module,
     mesh: DeviceMesh,
+    *,
     precision: Precision,
     context: Context,
     kernels: ChosenAttention,
@@ -336,7 +383,7 @@ def _layout(
 
 
 def _present(modules: list[nn.Module], roots: list[nn.Module]) -> list[nn.Module]:
-    """Those of the modules that a pipeline has left on this rank."""
+    """The modules still on this rank after the pipeline split."""
     present = {module for root in roots for module in root.modules()}
     return [module for module in modules if module in present]
 
