@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,19 +14,14 @@ from pool import run_ranks
 from torch import nn
 
 import forgekit as fk
-from forgekit.parallel.fsdp import (
-    clear_gradients,
-    find_hooked,
-    find_unreduced,
-    fsdp_modules,
-    gather_skipped,
-)
+from forgekit.parallel.fsdp_step import FsdpStep
 
 SIZE = Size(dim=256, layers=4, seq_len=256, vocab_size=4096)
 LAYOUTS = {"fsdp": {"dp_shard": 2}, "replicas": {"dp_replicate": 2, "dp_shard": 1}}
 WITHOUT, AGAIN, AUDITED = "without", "without again", "audited"
 ROUNDS = 12
-MOST = 1.02
+MOST = 1.30
+"""The first of four micro-batches is computed once more."""
 PARAMETERS = 320
 CLEARED, CLEARED_AGAIN = "gradients cleared", "gradients cleared again"
 MOST_OF_CLEARED = 0.65
@@ -92,15 +86,14 @@ def time_walks(rank: int, world: int) -> Times:
     """Time what every later step looks through, beside what it clears."""
     model = fk.parallelize(Stack(), fk.build_mesh(device="cpu"), precision="bf16")
     model(torch.ones(2, 4)).sum().backward()
-    modules = fsdp_modules(model)
-    assert len(modules.records) == PARAMETERS  # found once for a step
+    sharded = FsdpStep([model])
 
     def look() -> None:
-        find_hooked(model, modules)
-        gather_skipped(modules)
-        find_unreduced(model, modules)
+        sharded.hooked(model)
+        sharded.before_backward(0, is_last=False)
+        sharded.end(model, is_reduced=True)
 
-    clear = partial(clear_gradients, modules)
+    clear = sharded.begin
     return take_turns({CLEARED: clear, CLEARED_AGAIN: clear, AUDITED: look}, 300)
 
 

@@ -86,9 +86,14 @@ if _TYPE_CHECKING:
         document_log_probs as document_log_probs,
         dpo_loss as dpo_loss,
     )
-    from forgekit.steps.accumulate import accumulate as accumulate, count_ahead as count_ahead
+    from forgekit.steps.accumulate import (
+        accumulate as accumulate,
+        begin_step as begin_step,
+        count_ahead as count_ahead,
+    )
     from forgekit.steps.totals import Totals as Totals, reduce_totals as reduce_totals
     from forgekit.steps.audit.agreement import UnreducedError as UnreducedError
+    from forgekit.steps.audit.first_step import audit as audit
     from forgekit.steps.gradients import grad_norms as grad_norms, gradients as gradients
     from forgekit.steps.replicas import (
         OneGroup as OneGroup,
@@ -198,9 +203,10 @@ _NAMES = _MappingProxyType(
         "steps.cross_entropy": "cross_entropy linear_cross_entropy",
         "steps.log_probs": "linear_log_probs",
         "steps.dpo": "check_dpo document_log_probs dpo_loss",
-        "steps.accumulate": "accumulate count_ahead",
+        "steps.accumulate": "accumulate begin_step count_ahead",
         "steps.totals": "Totals reduce_totals",
         "steps.audit.agreement": "UnreducedError",
+        "steps.audit.first_step": "audit",
         "steps.gradients": "grad_norms gradients",
         "steps.replicas": "OneGroup Part Replicas sum_replicas",
         "steps.clip": "Correction SpikeLimit clip",

@@ -133,8 +133,8 @@ class DonatedStateError(RuntimeError):
 
 
 @attrs.frozen
-class Agreement:
-    """What all ranks agreed on at a run's first step.
+class AgreedNames:
+    """The names that all ranks agreed on at a run's first step.
 
     Attributes:
         sums: Names of the sums that a step adds up over the ranks, in their order.
@@ -166,6 +166,17 @@ class SaveHandle:
     group: tuple[Any, Any] | None = None
     buffers: dict[str, Tensor] = attrs.field(factory=dict)
     is_averaged: bool = False
+
+
+@attrs.define(eq=False)
+class StepHandle:
+    """Which step is in progress; every state that follows from another has the same handle.
+
+    Attributes:
+        in_progress: What ``begin_step`` returned last, until it ends: gradients are its alone.
+    """
+
+    in_progress: Any = None
 
 
 @attrs.frozen(kw_only=True, slots=True, eq=False)
@@ -201,8 +212,8 @@ class TrainState:
             while there are none, and -1 where an older checkpoint does not say.
         layout: How ``parallelize`` laid the model out; read off the model once, here. Not part of
             checkpoints: a run may resume in another one.
-        agreed: What the ranks agreed to add up; None before the first step of a process, which
-            compares. Not part of checkpoints.
+        agreed_names: What the ranks agreed to add up; None before the first step of a process.
+            Not part of checkpoints.
 
     Examples:
         >>> model = torch.nn.Linear(2, 2)
@@ -239,8 +250,11 @@ class TrainState:
         repr=False,
         metadata={"checkpoint": False},
     )
-    agreed: Agreement | None = attrs.field(default=None, repr=False, metadata={"checkpoint": False})
+    agreed_names: AgreedNames | None = attrs.field(
+        default=None, repr=False, metadata={"checkpoint": False}
+    )
     saves: SaveHandle = attrs.field(factory=SaveHandle, repr=False, metadata={"checkpoint": False})
+    steps: StepHandle = attrs.field(factory=StepHandle, repr=False, metadata={"checkpoint": False})
     _donated_at: str | None = attrs.field(
         default=None, init=False, repr=False, metadata={"checkpoint": False}
     )

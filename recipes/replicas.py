@@ -79,7 +79,7 @@ def take_step(state, batches, *, replicas, schedule, max_norm, stop):
     if totals is None:
         return state, None
     totals = fk.reduce_totals(totals, state, settings={"max_norm": max_norm})
-    stop.hear(totals["stop"])
+    stop.receive(totals["stop"])
     correction = fk.clip(totals, max_norm=max_norm)
     lr = schedule(state.step)
     state = fk.update(state, correction, lr=lr, totals=totals)

@@ -106,7 +106,9 @@ class PatientWatch(StepWatch):
 def measure(cell) -> PlannedRank:
     """What a step does, where this process is a rank."""
     with PatientWatch() as watch:
-        return attrs.evolve(measure_step(setup(cell), watch, cell.shape.micro_batches), agreed=None)
+        return attrs.evolve(
+            measure_step(setup(cell), watch, cell.shape.micro_batches), agreed_names=None
+        )
 
 
 def differences(cell, planned, real):

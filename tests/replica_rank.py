@@ -106,7 +106,7 @@ def train(
             continue
         totals = fk.reduce_totals(totals, state)
         if stop:
-            stop.hear(totals["stop"])
+            stop.receive(totals["stop"])
         correction = fk.clip(totals, max_norm=1.0)
         state = fk.update(state, correction, lr=LR, totals=totals)
         watch(event="updates", **at, samples=state.samples, loss=float(totals["loss"]))

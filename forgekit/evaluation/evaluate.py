@@ -164,7 +164,7 @@ def _evaluate_one(
     totals = reduce_losses(totals, state)
     loss = totals["loss"] / totals["targets"]
     result = {"loss": loss}
-    if "nll" in totals.flat:
+    if totals.sums.get("nll", None) is not None:
         result["perplexity"] = loss.exp()
         bytes_per_token = known_bytes if bytes_per_token is None else bytes_per_token
     result["targets"] = totals["targets"]
@@ -208,7 +208,7 @@ def _until_stopped(
         votes = torch.full_like(state.loss_scale, stop.vote())
         if world_of(state.mesh) > 1:
             dist.all_reduce(votes)
-        stop.hear(votes)
+        stop.receive(votes)
         if stop.requested:
             return
         yield batch

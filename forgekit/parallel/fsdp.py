@@ -8,15 +8,13 @@ for models that were wrapped elsewhere.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from collections.abc import Collection, Iterable
 from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -140,31 +138,9 @@ def sum_gradients(module: FSDPModule) -> None:
         module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
-class FsdpModules(list[Any]):
-    """The FSDP modules of a model, each root before its parts; found once for a step.
-
-    Attributes:
-        walked: All modules of the model: those among which they were found.
-    """
-
-    def __init__(self, walked: Collection[nn.Module]) -> None:
-        super().__init__([module for module in walked if isinstance(module, FSDPModule)])
-        self.walked = walked
-
-    @cached_property
-    def groups(self) -> list[Any]:
-        """FSDP's groups of parameters that are gathered together."""
-        return [group for module in self for group in _groups(module)]
-
-    @cached_property
-    def records(self) -> list[Any]:
-        """FSDP's records of the parameters that it shards."""
-        return [record for group in self.groups for record in group.fsdp_params]
-
-
-def fsdp_modules(*roots: nn.Module) -> FsdpModules:
-    """List the FSDP modules in a model, or in its ``Layout.roots``."""
-    return FsdpModules(_modules(roots))
+def fsdp_modules(*roots: nn.Module) -> list[Any]:
+    """List the FSDP modules in a model, or in its ``Layout.roots``, each root before its parts."""
+    return [module for module in walk(roots) if isinstance(module, FSDPModule)]
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
@@ -175,94 +151,6 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
-def set_sync(modules: list[Any], sync: Sync, is_last: bool) -> None:
-    """Say whether the coming backward reduces gradients, and over what.
-
-    Args:
-        modules: The model's FSDP modules; changed in place.
-        sync: See ``accumulate``.
-        is_last: Whether it is the last backward of a step.
-    """
-    reduces = is_last or sync != "last"
-    for module in modules:
-        sum_gradients(module)
-        # Without it gradients stay whole on each rank and are added up there, in reduce_dtype.
-        module.set_requires_gradient_sync(reduces, recurse=False)
-        # Shards are summed after each micro-batch, and over the replicas once.
-        if sync == "hsdp_last":
-            module.set_requires_all_reduce(is_last, recurse=False)
-        # On the last one FSDP waits for its reductions and forgets the order of the step.
-        module.set_is_last_backward(reduces)
-
-
-def clear_gradients(modules: FsdpModules) -> None:
-    """Forget a model's gradients in place, those that FSDP holds outside ``.grad`` too."""
-    for module in modules.walked:
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                parameter.grad = None
-    for parameter in modules.records:
-        # While a module is gathered, its sharded parameters are not those of the module.
-        parameter.sharded_param.grad = None
-        parameter.unsharded_accumulated_grad = None
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.grad = None
-
-
-def first_gradient(modules: FsdpModules) -> Tensor | None:
-    """The first gradient that a model holds, in the order of its modules; None without one."""
-    for record in modules.records:
-        gathered = getattr(vars(record).get("_unsharded_param"), "grad", None)
-        for gradient in (record.unsharded_accumulated_grad, gathered, record.sharded_param.grad):
-            if gradient is not None:
-                return gradient
-    plain = (p for module in modules.walked for p in module._parameters.values())
-    return next((p.grad for p in plain if p is not None and p.grad is not None), None)
-
-
-def widen_accumulators(modules: FsdpModules) -> None:
-    """Give each parameter that awaits its first gradient a zero in the dtype of the reduction.
-
-    Call it between the forward and the backward of a step's last micro-batch, if it is not the
-    first. Under mixed precision FSDP then holds the gradients of earlier micro-batches in float32
-    beside new ones in 16 bits, and reduce-scatter refuses to mix the two, on the ranks where a
-    parameter was not used before.
-
-    Args:
-        modules: The model's FSDP modules; changed in place.
-    """
-    for parameter in modules.records:
-        wide = getattr(parameter, "reduce_dtype", None)  # None too before the root's first call
-        gathered = getattr(parameter, "_unsharded_param", None)  # None: never used by any rank
-        if wide is None or gathered is None or not gathered.requires_grad:
-            continue
-        # A parameter that was used has its sum in `unsharded_accumulated_grad` already.
-        if gathered.dtype != wide and parameter.unsharded_accumulated_grad is None:
-            parameter.unsharded_accumulated_grad = torch.zeros_like(
-                gathered, dtype=wide, requires_grad=False
-            )
-
-
-def gather_skipped(modules: FsdpModules) -> None:
-    """Gather, once, what no forward has used yet and mixed precision is about to look at.
-
-    Call it between the first forward and backward of a step. FSDP widens the gathered gradients
-    of all modules after a backward that reduces nothing, and stumbles over a module that was never
-    gathered: a block that all ranks skip in a run's first micro-batches.
-
-    Args:
-        modules: The model's FSDP modules; changed in place.
-    """
-    if all("_unsharded_param" in vars(record) for record in modules.records):
-        return
-    for module in modules:
-        fresh = [p for p in FsdpModules([module]).records if "_unsharded_param" not in vars(p)]
-        # Before the first call of the root nothing is known of the dtypes.
-        if any(getattr(p, "reduce_dtype", None) for p in fresh):
-            module.unshard()
-            module.reshard()
-
-
 def release(modules: list[Any]) -> None:
     """Free gathered parameters, in place.
 
@@ -271,75 +159,6 @@ def release(modules: list[Any]) -> None:
     """
     for module in modules:
         module.reshard()
-
-
-def find_hooked(model: nn.Module, modules: FsdpModules) -> list[str]:
-    """Name the sharded parameters that have a gradient hook, which FSDP never calls.
-
-    Args:
-        model: The model.
-        modules: Its FSDP modules.
-    """
-    return _names(model, [p for p in modules.records if p.sharded_param._backward_hooks])
-
-
-@contextmanager
-def watching_shards(
-    model: nn.Module, modules: FsdpModules, *, is_due: bool = True
-) -> Iterator[set[str]]:
-    """Name the shards whose gradients autograd adds by itself within the block.
-
-    That happens to a parameter that is read while it is not gathered, as by ``full_tensor()`` in
-    a loss. Its gradient is this rank's alone: only FSDP adds them up over the ranks, and it does
-    so with what the model's own forward took.
-
-    Args:
-        model: The model.
-        modules: Its FSDP modules.
-        is_due: Whether to do anything.
-    """
-    added: set[str] = set()
-    records = [p for p in modules.records if is_due and p.sharded_param.requires_grad]
-    # FSDP, which sets gradients of shards, calls no such hook; autograd does.
-    with ExitStack() as stack:
-        for name, record in zip(_names(model, records), records, strict=True):
-            hook = record.sharded_param.register_hook(lambda _, name=name: added.add(name))
-            stack.enter_context(hook)
-        yield added
-
-
-def find_unreduced(model: nn.Module, modules: FsdpModules) -> list[str]:
-    """Name the parameters whose gradients FSDP still holds back, after a step's last backward.
-
-    FSDP reduces a module's gradients when backward passes through the tensors that it found in
-    the module's output. It finds tensors, dicts, lists, tuples and dataclasses of them, nothing
-    else.
-
-    Args:
-        model: The model.
-        modules: Its FSDP modules.
-
-    Returns:
-        Names in the order of the model; empty if every gradient was reduced.
-    """
-    left = [
-        record
-        for record in modules.records
-        if record.unsharded_accumulated_grad is not None
-        or getattr(vars(record).get("_unsharded_param"), "grad", None) is not None
-    ]
-    # What is summed over shards and not yet over replicas waits here.
-    waiting = [group for group in modules.groups if group._partial_reduce_output is not None]
-    more = [p for group in waiting for p in group.fsdp_params if p not in left]
-    return _names(model, left + more)
-
-
-def _names(model: nn.Module, records: list[Any]) -> list[str]:
-    if not records:
-        return []
-    names = {module: name for name, module in model.named_modules()}
-    infos = [(p._module_info.module, p._module_info.param_name) for p in records]
-    return [".".join(filter(None, (names.get(module, ""), leaf))) for module, leaf in infos]
 
 
 def reset_iteration(modules: list[Any]) -> None:
@@ -361,7 +180,7 @@ def _reset_by_hand(root: Any) -> None:
         # States idle, nothing half reduced, parameters sharded.
         fsdp_state = module._get_fsdp_state()
         fsdp_state._training_state = type(fsdp_state._training_state).IDLE
-        for group in _groups(module):
+        for group in groups_of(module):
             group._training_state = type(group._training_state).IDLE
             group._partial_reduce_output = None
             group._post_forward_indices.clear()
@@ -371,13 +190,10 @@ def _reset_by_hand(root: Any) -> None:
     context.post_backward_final_callback_queued = False
 
 
-def _modules(roots: Sequence[nn.Module]) -> Collection[nn.Module]:
-    """Each module once, in the order of ``Module.modules``, without its generators in generators.
-
-    Asked for at each step, as users may change a model between two.
-    """
+def walk(roots: Iterable[nn.Module]) -> Collection[nn.Module]:
+    """Each module once, in the order of ``Module.modules``, without its nested generators."""
     seen: dict[nn.Module, None] = {}
-    waiting: list[nn.Module | None] = list(reversed(roots))
+    waiting: list[Any] = [*roots][::-1]
     while waiting:
         module = waiting.pop()
         if module is not None and module not in seen:
@@ -386,7 +202,8 @@ def _modules(roots: Sequence[nn.Module]) -> Collection[nn.Module]:
     return seen
 
 
-def _groups(module: Any) -> list[Any]:
+def groups_of(module: Any) -> list[Any]:
+    """FSDP's groups of parameters that are gathered together, of one FSDP module."""
     fsdp_state = module._get_fsdp_state()
     if hasattr(fsdp_state, "_fsdp_param_groups"):  # since torch 2.13; before, one or none
         return fsdp_state._fsdp_param_groups

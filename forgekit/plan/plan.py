@@ -36,7 +36,7 @@ from forgekit.plan.estimate import USABLE, estimate, peak_of
 from forgekit.plan.stand_ins import Broadcasts, MissingBroadcastError, PlanError, pretending
 from forgekit.plan.watch import CATEGORIES, Call, StepWatch, Work, dimension_of
 from forgekit.run.setup import check_length
-from forgekit.state import Agreement, TrainState, donate
+from forgekit.state import AgreedNames, TrainState, donate
 from forgekit.steps.accumulate import accumulate
 from forgekit.steps.clip import clip
 from forgekit.steps.totals import reduce_totals
@@ -78,7 +78,7 @@ class PlannedRank:
 
     Attributes:
         rank: Its number.
-        agreed: What the ranks add up, if this one holds the loss: the others need it.
+        agreed_names: What the ranks add up, if this one holds the loss: the others need it.
         memory: See ``StepWatch.memory``.
         work: What its step computes and sends.
         dimensions: The mesh dimension of each of its collectives.
@@ -90,7 +90,7 @@ class PlannedRank:
     """
 
     rank: int
-    agreed: Agreement | None
+    agreed_names: AgreedNames | None
     memory: dict[str, int]
     work: Work
     dimensions: Mapping[Call, str]
@@ -246,20 +246,20 @@ def plan_ranks(job: Job) -> list[PlannedRank]:
     ranks = [position * job.world // job.pp for position in range(job.pp)]
     planned: dict[int, PlannedRank] = {}
     broadcasts: Broadcasts = {}
-    agreed, rank = None, ranks[0]
+    agreed_names, rank = None, ranks[0]
     while len(planned) < len(ranks):
         try:
-            planned[rank] = _plan_rank(job, rank, broadcasts, agreed)
+            planned[rank] = _plan_rank(job, rank, broadcasts, agreed_names)
         except MissingBroadcastError as missing:
             rank = missing.rank
         else:
-            agreed = planned[rank].agreed or agreed
+            agreed_names = planned[rank].agreed_names or agreed_names
             rank = next((rank for rank in ranks if rank not in planned), -1)
     return [planned[rank] for rank in ranks]
 
 
 def _plan_rank(
-    job: Job, rank: int, broadcasts: Broadcasts, agreed: Agreement | None
+    job: Job, rank: int, broadcasts: Broadcasts, agreed_names: AgreedNames | None
 ) -> PlannedRank:
     with pretending(rank, job.world, broadcasts), StepWatch() as watch, ExitStack() as stack:
         try:
@@ -268,7 +268,7 @@ def _plan_rank(
                 if hasattr(part, "__exit__"):
                     stack.enter_context(part)  # pyright: ignore[reportArgumentType]
             check_length(built.state, getattr(built.loader, "dataset", None))
-            return measure_step(built, watch, job.micro_batches(built), agreed)
+            return measure_step(built, watch, job.micro_batches(built), agreed_names)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise PlanError(
                 f"the step reads a number that computation gives ({error.func}), and forgekit plan "
@@ -277,7 +277,7 @@ def _plan_rank(
 
 
 def measure_step(
-    built: Any, watch: StepWatch, micro_batches: int, agreed: Agreement | None = None
+    built: Any, watch: StepWatch, micro_batches: int, agreed_names: AgreedNames | None = None
 ) -> PlannedRank:
     """Take two steps of a recipe and measure the second one, which all later ones are like.
 
@@ -289,7 +289,7 @@ def measure_step(
         built: What a recipe's ``setup`` returned, within ``watch``.
         watch: Watches since before the setup.
         micro_batches: Of a step.
-        agreed: What the ranks add up, from the plan of a rank that holds the loss.
+        agreed_names: What the ranks add up, from the plan of a rank that holds the loss.
 
     Returns:
         What the step does.
@@ -302,8 +302,8 @@ def measure_step(
     is_staged = state.layout.stages is not None
     run = micro_batches if is_staged else min(micro_batches, 3)
     batches = groups(built.loader, run)
-    if agreed is not None:
-        state = donate(state, agreed=agreed)
+    if agreed_names is not None:
+        state = donate(state, agreed_names=agreed_names)
     first = next(batches)
     state = _first_step(built, state, first if is_staged else [next(iter(first))])
     _end_step(watch, state)
@@ -318,7 +318,7 @@ def measure_step(
     sizes = {name: size_of(mesh, name) for name in DIMENSIONS}
     return PlannedRank(
         rank=dist.get_rank(),
-        agreed=state.agreed if state.layout.has_last else None,
+        agreed_names=state.agreed_names if state.layout.has_last else None,
         memory=watch.memory(),
         work=work,
         dimensions={call: dimension_of(call, mesh) if mesh else "" for call in work.calls},
@@ -331,7 +331,7 @@ def measure_step(
 
 
 def _first_step(built: Any, state: TrainState, batches: Iterable[Any]) -> TrainState:
-    totals = accumulate(state, batches, built.loss_fn, audit=False)
+    totals = accumulate(state, batches, built.loss_fn)
     for name, voter in (("stop", "stop"), ("ended", "end")):
         if getattr(built, voter, None) is not None:
             totals = totals.plus(**{name: torch.zeros_like(totals["loss"])})

@@ -431,7 +431,7 @@ class RolloutStream:
         # Before it: a step that had some may turn out to be a bad one and give them back.
         return FAILED if self._problem is not None else float(self._is_over and self._is_empty)
 
-    def hear(self, votes: Tensor) -> None:
+    def receive(self, votes: Tensor) -> None:
         """Take the votes of all ranks, ``[]`` on the device."""
         self._heard += 1
         self._unnoted += 1

@@ -67,7 +67,7 @@ class DataEnd:
             )
         return 0.0 if self._has_more() else 1.0
 
-    def hear(self, votes: Tensor) -> None:
+    def receive(self, votes: Tensor) -> None:
         """Take the votes of all ranks, ``[]`` on the device."""
         self._heard += 1
         self._last = HostCopy(votes)

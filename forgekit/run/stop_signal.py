@@ -79,7 +79,7 @@ class StopSignal:
         >>> stop = StopSignal(signals=())
         >>> stop.request("enough")
         >>> for _ in range(3):  # a step votes, reduces the votes over the ranks, and hears the sum
-        ...     stop.hear(torch.tensor(stop.vote()))
+        ...     stop.receive(torch.tensor(stop.vote()))
         >>> stop.requested, stop.reason
         (True, 'enough')
     """
@@ -154,7 +154,7 @@ class StopSignal:
             self._reason = self._look()
         return 0.0 if self._reason is None else 1.0
 
-    def hear(self, votes: Tensor) -> None:
+    def receive(self, votes: Tensor) -> None:
         """Take the votes of all ranks, without waiting for them.
 
         Args:

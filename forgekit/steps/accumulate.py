@@ -2,57 +2,45 @@
 
 No micro-batch's size or count divides anything here, so none has to be known before its turn: a
 rollout stream is not drained early, and no collective runs per micro-batch. What comes out are raw
-sums; ``reduce_totals`` adds them over the ranks and ``clip`` finds the one factor that is due.
+sums; ``reduce_totals`` adds them over the ranks and ``clip`` computes the one factor to apply.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import get_args
+from contextlib import AbstractContextManager, ExitStack
+from types import TracebackType
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import TensorWeakRef
 
-from forgekit.checks import check_choice
 from forgekit.mesh import data_ranks
-from forgekit.parallel.fsdp import (
-    FsdpModules,
-    Sync,
-    clear_gradients,
-    find_hooked,
-    find_unreduced,
-    first_gradient,
-    fsdp_modules,
-    gather_skipped,
-    release,
-    reset_iteration,
-    set_sync,
-    widen_accumulators,
-)
+from forgekit.parallel.fsdp import Sync
+from forgekit.parallel.fsdp_step import FsdpStep
 from forgekit.parallel.layout import size_of, world_of
 from forgekit.state import TrainState
-from forgekit.steps.audit.first_step import Audit, auditing
 from forgekit.steps.experts import StepRouters
 from forgekit.steps.micro_batch import (
     LossFn,
     check_loss,
+    check_output,
     compute_loss,
     explaining,
     first_number_of,
     length_of,
     mixing_tensors,
+    samples_of,
     seed_micro_batch,
     take_part,
+    whole_of,
 )
 from forgekit.steps.pipelined import accumulate_staged
 from forgekit.steps.ranges import NOTHING, named, ranged
-from forgekit.steps.totals import OPEN, Held, LossSums, Totals, parameters_of, take_held
-
-SYNCS = get_args(Sync)
+from forgekit.steps.totals import LossSums, Totals, parameters_of
 
 
 @ranged
@@ -62,23 +50,11 @@ def accumulate(
     loss_fn: LossFn,
     *,
     sync: Sync = "last",
-    audit: bool = True,
-    more: bool = False,
-    onto: Totals | None = None,
 ) -> Totals:
     """Leave the summed raw gradient of a step in the parameters and return its sums.
 
-    Clears old gradients, then runs one backward per pulled micro-batch. Ranks that share a
-    sequence take their positions of each; pipeline stages pass micro-batches on to each other. A
-    parameter that none of them used gets a gradient of zero. The default random generator is
-    seeded for each micro-batch from ``(seed, step, rank, number)``, with the rank among those that
-    see other data or other layers, so that dropout depends on nothing that a checkpoint would have
-    to keep. Does not donate ``state``.
-
-    Several calls add up to one: ``totals = accumulate(state, first, loss_fn, more=True)``, then
-    ``accumulate(state, second, loss_fn, onto=totals)``. With ``more`` nothing is reduced over the
-    ranks before the last call, and gradients and totals are to the bit those of one call with all
-    micro-batches; without it they are reduced in each call, and equal up to the order of sums.
+    Clears old gradients, then runs one backward per pulled micro-batch. It is the short form of
+    ``begin_step`` and one ``add``. Does not donate ``state``.
 
     Args:
         state: The state; its step, optimizer and parameter values do not change.
@@ -90,12 +66,6 @@ def accumulate(
             ``"every"`` one (less memory, more communication), or ``"hsdp_last"``: scattered after
             every one, summed across replicas after the last. All give the same gradient. A
             pipeline always waits for the last.
-        audit: Whether a run's first step proves the tensor-parallel plan, that positions under
-            context parallelism are those of whole sequences, that ranks run the same modules, and
-            in ``reduce_totals`` that rows, settings and replicas are the same: one switch.
-        more: Whether the step goes on in another call, which gets what this one returns. It can
-            do so once; an exception there clears everything.
-        onto: What an earlier call of this step returned, to go on from.
 
     Returns:
         Unreduced ``Totals``: ``targets``, ``loss``, the metrics, what routers of experts counted,
@@ -104,113 +74,234 @@ def accumulate(
     Raises:
         TypeError: If a batch is no TensorDict, the model returns one in a run's first step, or
             ``loss_fn`` returns no ``Loss``.
-        ValueError: If there is no micro-batch, the loss does not depend on the parameters, ranks
-            run different modules, a sharded parameter has a gradient hook, the optimizer holds
-            one that is not sharded, or the gradients of ``onto`` are not there any more. Whatever
-            is raised, no gradient is left behind and the step can be tried again.
+        ValueError: If there is no micro-batch, the loss does not depend on the parameters, a
+            sharded parameter has a gradient hook, or the optimizer holds one that is not sharded.
+            Whatever is raised, no gradient is left behind and the step can be tried again.
     """
-    check_choice("sync", sync, SYNCS)
-    layout = state.layout
-    sharded = fsdp_modules(*layout.roots(state.model))
-    release(sharded)
-    try:
-        held = _begin(state, sharded, onto)
-        sums, rows_before = held.losses, held.losses.rows
+    with begin_step(state, sync=sync) as step:
+        step.add(batches, loss_fn, last=True)
+    return step.totals
+
+
+def begin_step(state: TrainState, *, sync: Sync = "last") -> StepInProgress:
+    """Begin a step: clear old gradients, of a step that nobody ended too.
+
+    The step is a handle that the caller holds; one is in progress at a time. At the end of its
+    block gradients are reduced and ``totals`` are there; an exception in the block clears what was
+    accumulated. Without a block, as in a server whose requests come one at a time, ``end`` does
+    what the end of the block does, and ``abandon`` what an exception does.
+
+    Args:
+        state: The state; its step, optimizer and parameter values do not change.
+        sync: See ``accumulate``.
+
+    Returns:
+        The step, without a micro-batch.
+
+    Raises:
+        ValueError: If a sharded parameter has a gradient hook, or the optimizer holds a parameter
+            that is not sharded.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from forgekit import Loss
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> state = TrainState.create(model, torch.optim.SGD(model.parameters()))
+        >>> batch = TensorDict({"x": torch.tensor([[2.0], [4.0]])}, [2])
+        >>> loss_fn = lambda model, batch: Loss(model(batch["x"]).sum(), 2)
+        >>> with begin_step(state) as step:
+        ...     step.add([batch], loss_fn)
+        ...     step.add([batch, batch], loss_fn, last=True)
+        >>> step.totals["targets"]
+        tensor(6., dtype=torch.float64)
+
+        A server has no block around its requests::
+
+            step = fk.begin_step(state)  # before the first "forward_backward"
+            step.add(batches, loss_fn)  # each "forward_backward"
+            totals = fk.reduce_totals(step.end(), state)  # "optim_step"
+    """
+    return StepInProgress(state, sync)
+
+
+class StepInProgress:
+    """A step between ``begin_step`` and its end: its sums, and how many micro-batches there were.
+
+    Attributes:
+        micro_batches: Number of micro-batches so far, on this rank.
+    """
+
+    def __init__(self, state: TrainState, sync: Sync) -> None:
+        layout = state.layout
+        self._state = state
+        self._sharded = FsdpStep(layout.roots(state.model), sync)
+        self._sharded.begin()
+        _check_parameters(state, self._sharded)
+        self._steps = state.steps
+        self._steps.in_progress = self
         stages = [] if layout.stages is None else layout.stages.modules
-        modules = state.model.modules() if stages else sharded.walked
-        routers = StepRouters(
-            modules, state.loss_scale, state.targets.device, stages, noted=held.noted
-        )
-        with (
-            mixing_tensors(layout),
-            auditing(state, loss_fn, sharded, audit=audit, is_begun=onto is not None) as proofs,
-            explaining(),
-        ):
-            step = (state, batches, loss_fn, sums, routers, sharded)
-            if layout.stages is None:
-                _accumulate_whole(*step, proofs, sync=sync, more=more)
-            else:
-                accumulate_staged(*step, proofs.look, more=more)
-        if sums.rows == rows_before:
-            raise ValueError("a step got no micro-batch; every rank must bring at least one.")
-        held.read |= proofs.read
-        held.count_rows(batches, (sums.rows - rows_before) * data_ranks(state.mesh)[1])
-        unreduced = () if onto is None else onto.unreduced
-        if not more:
-            unreduced = _end(state, sharded, (*unreduced, *held.read))
-        if (gradient := first_gradient(sharded)) is not None:
-            held.gradient = TensorWeakRef(gradient)
+        modules = state.model.modules() if stages else self._sharded.walked
+        device = state.targets.device
+        self._routers = StepRouters(modules, state.loss_scale, device, stages)
+        self._sums = LossSums(device)
+        self._samples = 0
+        self._is_counted = True
+        self._shares: tuple[tuple[Any, Any], ...] = ()
+        self._had_last = self._is_reduced = False
+        self._phase: Literal["in progress", "over", "abandoned", "cleared"] = "in progress"
+        self._totals: Totals | None = None
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches so far, on this rank."""
+        return len(self._sums.losses)
+
+    @property
+    def totals(self) -> Totals:
+        """The step's sums, once it has ended.
+
+        Raises:
+            ValueError: If it has not.
+        """
+        if self._totals is None:
+            raise ValueError(f"the step is {self._phase}, and its totals come with its end.")
+        return self._totals
+
+    def add(
+        self, batches: Iterable[TensorDictBase], loss_fn: LossFn, *, last: bool = False
+    ) -> None:
+        """Run one backward per pulled micro-batch, and add its gradient and sums to the step's.
+
+        Ranks that share a sequence take their positions of each micro-batch; pipeline stages pass
+        them on to each other. The default random generator is seeded for each from ``(seed, step,
+        rank, number in the step)``, with the rank among those that see other data or other layers,
+        so that dropout depends on nothing that a checkpoint would have to keep.
+
+        Args:
+            batches: See ``accumulate``; may be empty.
+            loss_fn: ``loss_fn(model, batch) -> Loss``; another one in each call if need be.
+            last: Whether this is the step's last call: gradients are then reduced inside of its
+                last backward, beside computation. Left out, the end of the step reduces them.
+
+        Raises:
+            ValueError: If the step is over, was abandoned, or had its last call; see
+                ``accumulate``. After an exception the step is abandoned.
+        """
+        self._check_in_progress()
+        if self._had_last:
+            raise ValueError("the last call of this step had last=True; end it, or leave that out.")
+        self._had_last = last
+        layout, rows_before = self._state.layout, self._sums.rows
+        try:
+            with mixing_tensors(layout), explaining():
+                if layout.stages is None:
+                    self._add_whole(batches, loss_fn, last)
+                else:
+                    args = (self._state, batches, loss_fn, self._sums, self._routers)
+                    self._is_reduced = accumulate_staged(*args, is_last=last) and last
+        except BaseException:
+            self._abandon()
+            raise
+        rows = (self._sums.rows - rows_before) * data_ranks(self._state.mesh)[1]
+        samples, whole = samples_of(batches), whole_of(batches)
+        self._samples += rows if samples is None else samples
+        self._is_counted &= samples is None
+        self._shares += () if whole is None else ((samples, whole),)
+
+    def _add_whole(self, batches: Iterable[TensorDictBase], loss_fn: LossFn, last: bool) -> None:
+        """Run each micro-batch forward and backward through a model that this rank has whole."""
+        state, sharded, device = self._state, self._sharded, self._state.targets.device
+        first_number = first_number_of(batches)
+        for number, (batch, is_end) in enumerate(_with_last(batches), start=self.micro_batches):
+            is_last = is_end and last
+            sharded.before_forward(is_last)
+            looking = NOTHING if number else self._checking_outputs()
+            with named("forward"), self._routers.recording(), looking:
+                part = take_part(batch, state.layout, device)
+                seed_micro_batch(state, first_number + number)
+                loss = check_loss(compute_loss(state.model, part, loss_fn))
+            sharded.before_backward(number, is_last)
+            with named("backward"):
+                loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
+            self._sums.add(loss, rows=batch.batch_size[0])
+            self._is_reduced = is_last
+            del loss  # its metrics may hold what its graph holds
+
+    def end(self) -> Totals:
+        """Reduce what no backward has reduced, and return the sums; the end of a ``with`` does so.
+
+        A parameter that no micro-batch used gets a gradient of zero, in every layout alike.
+
+        Raises:
+            ValueError: If the step is over, was abandoned, or has no micro-batch.
+        """
+        self._check_in_progress()
+        try:
+            self._totals = self._end()
+        except BaseException:
+            self._abandon()
+            raise
+        self._phase, self._steps.in_progress = "over", None
+        return self._totals
+
+    def _end(self) -> Totals:
+        if not self.micro_batches:
+            raise ValueError("a step got no micro-batch; every rank must provide at least one.")
+        state, sums = self._state, self._sums
+        # Before zeros are filled in: what was never reduced must not pass for unused.
+        unreduced = self._sharded.end(state.model, is_reduced=self._is_reduced)
+        _fill_unused(state)
         return sums.totals(
             state.loss_scale,
-            held.samples,
-            noted=routers.sums(),
-            rows=sums.rows if held.is_counted else 0,
-            digest=proofs.digest if onto is None else onto.digest,
-            unreduced=unreduced,
-            problem=OPEN if more else sums.problem,
-            audit=audit,
-            held=held,
+            self._samples,
+            self._routers.sums(),
+            rows=sums.rows if self._is_counted else 0,
+            unreduced=tuple(unreduced),
+            shares=self._shares,
         )
-    except BaseException:
-        reset_iteration(sharded)
-        clear_gradients(sharded)
-        raise
 
+    def abandon(self) -> None:
+        """Clear what was accumulated, in place, and what FSDP holds back; an exception does so."""
+        self._check_in_progress()
+        self._abandon()
 
-def _begin(state: TrainState, sharded: FsdpModules, onto: Totals | None) -> Held:
-    """Clear old gradients for a new step, or go on from those of an earlier call."""
-    _check_parameters(state, sharded)
-    if onto is not None:
-        return take_held(onto, state, first_gradient(sharded))
-    clear_gradients(sharded)
-    return Held(state.step, LossSums(state.targets.device))
+    def _abandon(self) -> None:
+        self._phase, self._totals = "abandoned", None
+        if self._steps.in_progress in (self, None):  # or they are the gradients of another step
+            self._steps.in_progress = None
+            self._sharded.begin()
 
+    def __enter__(self) -> Self:
+        """Return the step, which has begun already."""
+        self._check_in_progress()
+        return self
 
-def _end(state: TrainState, sharded: FsdpModules, noted: tuple[str, ...]) -> tuple[str, ...]:
-    """Give parameters that nothing used a gradient of zero; return those never reduced."""
-    # Before zeros are filled in: what was never reduced must not pass for unused.
-    if unreduced := (*find_unreduced(state.model, sharded), *sorted(noted)):
-        # `reduce_totals` refuses the step, on all ranks together.
-        reset_iteration(sharded)
-        clear_gradients(sharded)
-    _fill_unused(state)
-    return unreduced
+    def __exit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        """End the step, or clear it after an exception."""
+        if kind is not None:
+            self._abandon()
+        elif self._phase == "in progress":
+            self.end()
 
+    def _check_in_progress(self) -> None:
+        if self._phase == "in progress" and self._steps.in_progress is not self:
+            self._phase = "cleared"  # by another one that has begun
+        if self._phase != "in progress":
+            raise ValueError(
+                f"this step is {self._phase}. A step is used within its block, once, and before "
+                "another one begins; begin one with forgekit.begin_step(state)."
+            )
 
-def _accumulate_whole(
-    state: TrainState,
-    batches: Iterable[TensorDictBase],
-    loss_fn: LossFn,
-    sums: LossSums,
-    routers: StepRouters,
-    sharded: FsdpModules,
-    proofs: Audit,
-    *,
-    sync: Sync,
-    more: bool,
-) -> None:
-    """Run each micro-batch forward and backward through a model that this rank has whole."""
-    device, first = state.targets.device, len(sums.losses)
-    first_number = first_number_of(batches)
-    for number, (batch, is_end) in enumerate(_with_last(batches), start=first):
-        is_last = is_end and not more
-        if number == first or is_end:
-            set_sync(sharded, sync, is_last)
-        is_new = number == 0 and state.agreed is None  # of a run's first step
-        with proofs.looking_at(batch) if is_new else NOTHING, named("forward"), routers.noting():
-            part = take_part(batch, state.layout, device)
-            # After the proofs, which draw numbers too.
-            seed_micro_batch(state, first_number + number)
-            loss = compute_loss(state.model, part, loss_fn)
-        check_loss(loss)
-        if number == 0:
-            gather_skipped(sharded)
-        elif is_last:
-            widen_accumulators(sharded)
-        with named("backward"):
-            loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
-        sums.add(loss, rows=batch.batch_size[0])
-        del loss  # its metrics may hold what its graph holds
+    def _checking_outputs(self) -> AbstractContextManager[object]:
+        """In a run's first forward, refuse a model that returns what FSDP sees no tensors in."""
+        if self._state.agreed_names is not None:
+            return NOTHING
+        hooks = ExitStack()
+        for module in (self._state.model, *self._sharded.modules):
+            hooks.enter_context(module.register_forward_hook(check_output))
+        return hooks
 
 
 def count_ahead(
@@ -233,8 +324,9 @@ def count_ahead(
         The micro-batches as a list for ``accumulate``, and each name's ``[]`` float64 count over
         all micro-batches and data-parallel ranks; those that share a micro-batch count it once.
     """
-    pulled = _Pulled(batches)
-    pulled.samples = getattr(batches, "samples", None)
+    pulled = _Listed(batches)
+    pulled.samples, pulled.whole = samples_of(batches), whole_of(batches)
+    pulled.first_number = first_number_of(batches)
     device = state.targets.device
     counts = torch.zeros(len(counters), dtype=torch.float64, device=device)
     for batch in pulled:
@@ -248,10 +340,12 @@ def count_ahead(
     return pulled, dict(zip(counters, counts.unbind(), strict=True))
 
 
-class _Pulled(list[TensorDictBase]):
-    """Micro-batches that were pulled ahead; keeps what their group counted."""
+class _Listed(list[TensorDictBase]):
+    """Micro-batches that were pulled ahead; keeps what they count."""
 
-    samples: int | None = None
+    samples: int | None
+    first_number: int
+    whole: tuple[int, int] | None
 
 
 def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBase, bool]]:
@@ -276,11 +370,11 @@ def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBa
         yield previous, True
 
 
-def _check_parameters(state: TrainState, sharded: FsdpModules) -> None:
+def _check_parameters(state: TrainState, sharded: FsdpStep) -> None:
     """Raise if a gradient hook would never be called, or a gradient never be reduced."""
-    if world_of(state.mesh) == 1 and not sharded:
+    if world_of(state.mesh) == 1 and not sharded.modules:
         return
-    if names := find_hooked(state.model, sharded):
+    if names := sharded.hooked(state.model):
         raise ValueError(
             f"{names[0]!r} has a gradient hook, which FSDP never calls: it sets gradients of "
             "shards by itself. Remove the hook, and change parameter.grad between accumulate and "

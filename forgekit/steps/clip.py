@@ -70,7 +70,7 @@ def clip(totals: Totals, max_norm: float = float("inf")) -> Correction:
 def is_finite(totals: Totals) -> Tensor:
     """Whether a step has a finite loss and a finite gradient, ``[]`` bool."""
     square = totals["grad_sq"]
-    if "loss" in totals.flat:
+    if totals.sums.get("loss", None) is not None:
         square = square.add(totals["loss"], alpha=0)  # 0 times what is not finite is NaN
     return square < math.inf  # False for NaN as well
 

@@ -50,7 +50,6 @@ class StepRouters:
         modules: All modules of the model; nothing in them changes.
         loss_scale: ``[]``.
         device: Where sums are kept.
-        noted: What they noted in earlier calls of the step; gets what they note now.
         stages: What is called in place of the model: this rank's pipeline stages, copies of it.
     """
 
@@ -60,17 +59,15 @@ class StepRouters:
         loss_scale: Tensor,
         device: torch.device,
         stages: Iterable[nn.Module] = (),
-        *,
-        noted: list[dict[str, dict[str, Tensor]]] | None = None,
     ) -> None:
         self._routed = find_routed(modules)
         copies = [find_routed(stage.modules()) for stage in stages] if self._routed else []
         self._called = [module for module in (self._routed, *copies) if module is not None]
         self._loss_scale = loss_scale
         self._device = device
-        self._noted = [] if noted is None else noted
+        self._router_counts: list[dict[str, dict[str, Tensor]]] = []
 
-    def noting(self) -> AbstractContextManager[object]:
+    def recording(self) -> AbstractContextManager[object]:
         """Give each call of the model inside, where gradients are computed, a ``Routing``."""
         if not self._called:
             return NOTHING
@@ -93,7 +90,7 @@ class StepRouters:
         """
         if self._routed is None or self._routed.spec.moe is None:
             return {}
-        if not self._noted:
+        if not self._router_counts:
             raise ValueError(
                 f"loss_fn did not call {type(self._routed).__name__} with gradients, so its "
                 "routers got no loss scale. Call the model itself, not its forward or its layers."
@@ -108,7 +105,7 @@ class StepRouters:
 
     def _sum(self, layer: str, name: str, shape: tuple[int, ...]) -> Tensor:
         total = torch.zeros(shape, dtype=torch.float64, device=self._device)
-        for notes in self._noted:
+        for notes in self._router_counts:
             if layer in notes:  # a stage notes its own layers only
                 total = total + (1.0 if name == "calls" else notes[layer][name])
         return total
@@ -119,7 +116,7 @@ class StepRouters:
         if not torch.is_grad_enabled():  # a reference or a generation: it counts nothing
             return None
         routing = Routing(scale=self._loss_scale)
-        self._noted.append(routing.notes)
+        self._router_counts.append(routing.notes)
         return args, {**keywords, "routing": routing}
 
 
@@ -135,7 +132,7 @@ def rebalance(
         step: Number of the step, from 0.
         total: Number of steps, for rates that depend on it.
     """
-    counts = sums.get((EXPERTS, "counts"))
+    counts = sums.get((EXPERTS, "counts"), None)
     routed = None if counts is None else find_routed(model.modules())
     if counts is None or routed is None or routed.spec.moe is None:
         return
@@ -164,18 +161,18 @@ def expert_metrics(sums: Mapping[Any, Tensor], layers: Sequence[str] = ()) -> di
     """
     if sums.get((EXPERTS, "counts"), None) is None:  # a TensorDict knows no `in`
         return {}
-    noted = {name: sums[EXPERTS, name] for name in ("counts", *NUMBERS, "calls")}
-    counts = noted["counts"]
+    by_name = {name: sums[EXPERTS, name] for name in ("counts", *NUMBERS, "calls")}
+    counts = by_name["counts"]
     mean = counts.mean(-1)
     metrics = {
         "moe/load_max": (counts.amax(-1) / mean).amax(),
         "moe/load_min": (counts.amin(-1) / mean).amin(),
-        "moe/dropped": 1.0 - noted["kept"].sum() / counts.sum(),
-        "moe/bias_range": (noted["bias_range"] / noted["calls"]).amax(),
-        "moe/aux_loss": noted["aux_loss"].sum() / noted["positions"].sum(),
-        "moe/z_loss": noted["z_loss"].sum() / noted["positions"].sum(),
+        "moe/dropped": 1.0 - by_name["kept"].sum() / counts.sum(),
+        "moe/bias_range": (by_name["bias_range"] / by_name["calls"]).amax(),
+        "moe/aux_loss": by_name["aux_loss"].sum() / by_name["positions"].sum(),
+        "moe/z_loss": by_name["z_loss"].sum() / by_name["positions"].sum(),
     }
     for row, layer in enumerate(layers):
-        each = expert_metrics({(EXPERTS, n): value[row : row + 1] for n, value in noted.items()})
+        each = expert_metrics({(EXPERTS, n): value[row : row + 1] for n, value in by_name.items()})
         metrics |= {f"{name}/{layer}": value for name, value in each.items()}
     return metrics

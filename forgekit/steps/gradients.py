@@ -100,8 +100,8 @@ def _unit(totals: Totals) -> Tensor:
 
 def _names(state: TrainState, totals: Totals) -> list[str]:
     """All parameters' names, the same list on every rank."""
-    if totals.agreed is not None:
-        return list(totals.agreed.parameters)
+    if (agreed_names := totals.checked.agreed_names) is not None:
+        return list(agreed_names.parameters)
     return [name for name, _ in state.model.named_parameters()]
 
 

@@ -13,8 +13,10 @@ from forgekit.data.order import renumber
 from forgekit.optim.lr_schedules import PhasedSchedule, check_rates
 from forgekit.state import TrainState, donate
 from forgekit.steps.accumulate import LossFn, Sync, accumulate
+from forgekit.steps.audit import first_step
 from forgekit.steps.clip import Correction, SpikeLimit, check_max_norm, clip, limit_spikes
 from forgekit.steps.experts import expert_metrics
+from forgekit.steps.micro_batch import Peeked
 from forgekit.steps.totals import Totals, mean_metrics, reduce_totals
 from forgekit.steps.update import update
 
@@ -23,17 +25,17 @@ GradientHook = Callable[[TrainState, Totals], Mapping[str, Tensor]]
 """What ``make_step`` calls between the reduction and the update; returns metrics."""
 
 SEARCHED_STEPS = 100_000
-"""How far a schedule without a ``total`` is searched for the rate that an optimizer was given."""
+"""How many steps of a schedule of unknown length to search for the optimizer's initial rate."""
 
 
 class Vote(Protocol):
-    """What ``make_step`` asks of a stop signal and of the end of data."""
+    """The interface that ``make_step`` needs from a ``StopSignal`` and a ``DataEnd``."""
 
     def vote(self) -> float:
         """1.0 if this process wants to stop, or has no more data, else 0.0."""
         ...
 
-    def hear(self, votes: Tensor) -> None:
+    def receive(self, votes: Tensor) -> None:
         """Take the sum of all ranks' votes, ``[]`` float64 on the device."""
         ...
 
@@ -54,8 +56,9 @@ def make_step(
     """Build ``step(state, batches) -> (state, metrics)``.
 
     The step is ``accumulate``, ``reduce_totals``, ``gradient_hook`` where there is one, ``clip``,
-    ``limit_spikes`` where it is asked for, ``update`` and ``step_metrics`` in that order and
-    nothing else; write them out where something has to happen in between.
+    ``limit_spikes`` where it is asked for, ``update`` and ``step_metrics`` in that order, before
+    the first one ``audit``, and nothing else; write them out where something has to happen in
+    between.
 
     Args:
         loss_fn: ``loss_fn(model, batch) -> Loss``.
@@ -63,11 +66,12 @@ def make_step(
         max_norm: Upper bound of the gradient's global L2 norm; ``inf`` does not clip.
         sync: See ``accumulate``.
         stop: A ``StopSignal``; its vote travels in the step's one collective.
-        end: A ``DataEnd``, the one that ``groups`` has; its vote travels there too.
-        spikes: Leave out steps whose loss or norm stands out from ``state.recent``; the metrics
-            then have ``spikes``, 1 for such a step. None leaves out none.
-        audit: Whether the first step compares replicas and options over the ranks, and proves the
-            tensor-parallel plan and positions under context parallelism.
+        end: The same ``DataEnd`` that was passed to ``groups``; its vote is part of the same
+            all-reduce.
+        spikes: Skip steps whose loss or gradient norm is an outlier against ``state.recent``; the
+            metrics then have ``spikes``, 1 for such a step. None skips none.
+        audit: Whether ``audit`` runs before the first step of a process, which also compares these
+            options over the ranks.
         total: Number of steps of the run, for a ``bias_rate`` of experts that depends on it.
         gradient_hook: Called on every rank with the state and the reduced totals. It may read
             gradients, and what it returns, 0-d tensors, joins the metrics. Whoever changes
@@ -78,8 +82,8 @@ def make_step(
         TensorDict of ``[]`` float64 on the device.
 
     Raises:
-        ValueError: If ``max_norm`` is not positive; by the first step of a run if the optimizer
-            was given a learning rate that the schedule never has.
+        ValueError: If ``max_norm`` is not positive; in a run's first step if the optimizer's rate
+            never occurs in the schedule.
     """
     check_max_norm(max_norm)
     voters = {
@@ -87,7 +91,11 @@ def make_step(
     }
 
     def step(state: StateT, batches: Iterable[TensorDictBase]) -> tuple[StateT, TensorDict]:
-        totals = accumulate(state, batches, loss_fn, sync=sync, audit=audit)
+        if audit and state.agreed_names is None:
+            batches = Peeked(batches)
+            for batch in batches.first:
+                first_step.audit(state, batch, loss_fn)
+        totals = accumulate(state, batches, loss_fn, sync=sync)
         # Votes travel among the sums: agreeing to stop needs no collective of its own.
         for name, voter in voters.items():
             totals = totals.plus(**{name: torch.full_like(totals["loss"], voter.vote())})
@@ -95,18 +103,18 @@ def make_step(
             check_rates(state.optimizer, schedule, total or SEARCHED_STEPS)
         lr = _rate(schedule, state, totals.samples)
         options = {"max_norm": max_norm, "sync": sync, "spikes": spikes, "learning rate": lr}
-        totals = reduce_totals(totals, state, settings=options)
+        totals = reduce_totals(totals, state, settings=options if audit else None)
         for name, voter in voters.items():
-            voter.hear(totals[name])
-        looked = {} if gradient_hook is None else gradient_hook(state, totals)
+            voter.receive(totals[name])
+        hook_metrics = {} if gradient_hook is None else gradient_hook(state, totals)
         correction = clip(totals, max_norm=max_norm)
         if spikes is None:
             state = update(state, correction, lr=lr, totals=totals, total=total)
-            return state, step_metrics(totals, correction, lr=lr).update(looked)
+            return state, step_metrics(totals, correction, lr=lr).update(hook_metrics)
         # Without asking the host: a spike is a bad step that only the device knows of.
         kept, recent = limit_spikes(correction, totals, state.recent, spikes)
         state = donate(update(state, kept, lr=lr, totals=totals, total=total), recent=recent)
-        metrics = step_metrics(totals, kept, lr=lr).update(looked)
+        metrics = step_metrics(totals, kept, lr=lr).update(hook_metrics)
         metrics["spikes"] = (correction.finite & ~kept.finite).to(metrics["skipped"].dtype)
         return state, metrics
 
@@ -114,7 +122,7 @@ def make_step(
 
 
 def _rate(schedule: Callable[[int], float], state: TrainState, samples: int) -> float:
-    """Ask a schedule for a step's rate; one with phases follows the data, and what they skip."""
+    """Evaluate the schedule; a phased one depends on the sample number, after skips."""
     if not isinstance(schedule, PhasedSchedule):
         return schedule(state.step)
     last = renumber(state.samples + samples - 1, state.skips)
@@ -122,7 +130,7 @@ def _rate(schedule: Callable[[int], float], state: TrainState, samples: int) -> 
 
 
 def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> TensorDict:
-    """Divide a step's sums into the numbers that one reports.
+    """Turn a step's sums into the metrics to log.
 
     Args:
         totals: Reduced totals.
@@ -144,4 +152,4 @@ def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> Tensor
         "targets": totals["targets"],
         "skipped": torch.logical_not(correction.finite, out=torch.empty_like(loss)),
     }
-    return TensorDict(metrics | expert_metrics(totals.flat) | mean_metrics(totals), [])
+    return TensorDict(metrics | expert_metrics(totals.sums) | mean_metrics(totals), [])

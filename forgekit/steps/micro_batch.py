@@ -11,8 +11,9 @@ import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, islice
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -27,6 +28,7 @@ from forgekit.parallel.layout import full
 from forgekit.state import Layout, TrainState
 from forgekit.steps.losses import Loss, LossFn
 
+P = TypeVar("P")
 RESERVED = frozenset({"loss", "grad_norm", "lr", "targets", "skipped"})
 
 OUTSIDE = (
@@ -101,8 +103,8 @@ def seed_micro_batch(state: TrainState, number: int, stage: int | None = None) -
     """
     rank, _ = data_ranks(state.mesh)
     # Other positions draw other numbers too; tensor-parallel ranks draw the same.
-    place = state.layout.context_rank
-    text = f"{state.seed}/{state.step}/{rank}/{place}/{stage}/{number}".encode()
+    context_rank = state.layout.context_rank
+    text = f"{state.seed}/{state.step}/{rank}/{context_rank}/{stage}/{number}".encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
     seed = int.from_bytes(digest, "little") >> 1
     # Not torch.manual_seed: it formats a stack trace for each accelerator that is not in use.
@@ -130,7 +132,7 @@ def compute_loss(model: Any, batch: TensorDictBase, loss_fn: LossFn) -> Loss:
 
 
 class explaining:
-    """Say what an error of torch's means where parameters are sharded.
+    """Translate errors of torch that sharded parameters cause.
 
     Raises:
         ValueError: Instead of an error that is explained; others are raised unchanged.
@@ -142,7 +144,7 @@ class explaining:
         """Nothing is noted."""
 
     def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
-        """Find what torch said among what is explained."""
+        """Look the message up in ``EXPLAINED``."""
         if isinstance(error, RuntimeError | AttributeError):
             meaning = next((m for said, m in EXPLAINED.items() if said in str(error)), None)
             if meaning is not None:
@@ -192,9 +194,85 @@ def length_of(batches: Iterable[TensorDictBase]) -> int | None:
         return None
 
 
+@runtime_checkable
+class CountedBatches(Protocol):
+    """Micro-batches that count what they consume, as those of ``forgekit.groups`` do.
+
+    Attributes:
+        samples: Rows that all ranks have consumed with those pulled so far, without padding; None
+            if they do not count.
+    """
+
+    samples: Any
+
+
+@runtime_checkable
+class SharedBatches(CountedBatches, Protocol):
+    """One replica group's part of a step's micro-batches, as ``loader.share`` gives it.
+
+    Attributes:
+        first_number: Number of the first one in the step.
+        whole: Micro-batches of the whole step, and rows of each; None if these are all of them.
+    """
+
+    first_number: Any
+    whole: Any
+
+
+def samples_of(batches: Iterable[TensorDictBase]) -> int | None:
+    """Rows that all ranks have consumed; None where every rank consumed as many as this one."""
+    return batches.samples if _has(batches, CountedBatches) else None
+
+
 def first_number_of(batches: Iterable[TensorDictBase]) -> int:
     """Number of the first micro-batch in the step, of which a replica group may have a part."""
-    return getattr(batches, "first_number", 0)
+    return batches.first_number if _has(batches, SharedBatches) else 0
+
+
+def whole_of(batches: Iterable[TensorDictBase]) -> tuple[int, int] | None:
+    """Size of the whole step, where these are a replica group's part of it."""
+    return batches.whole if _has(batches, SharedBatches) else None
+
+
+def _has(batches: Any, protocol: type[P]) -> TypeGuard[P]:
+    # Python 3.11 takes 10 us to look for a protocol's attributes, which a list has not.
+    return type(batches) is not list and isinstance(batches, protocol)
+
+
+class Peeked:
+    """Micro-batches whose first one was pulled ahead; it comes again, as the first.
+
+    Attributes:
+        first: The first micro-batch, in a list; an empty one where there is none.
+    """
+
+    def __init__(self, batches: Iterable[TensorDictBase]) -> None:
+        self._batches = batches
+        self._rest = iter(batches)
+        self.first = list(islice(self._rest, 1))
+
+    def __iter__(self) -> Iterator[TensorDictBase]:
+        return chain(self.first, self._rest)
+
+    def __len__(self) -> int:
+        if (size := length_of(self._batches)) is None:
+            raise TypeError("the number of micro-batches is not known before their end")
+        return size
+
+    @property
+    def samples(self) -> int | None:
+        """As of the micro-batches; None if they do not count."""
+        return samples_of(self._batches)
+
+    @property
+    def first_number(self) -> int:
+        """As of the micro-batches, by default 0."""
+        return first_number_of(self._batches)
+
+    @property
+    def whole(self) -> tuple[int, int] | None:
+        """As of the micro-batches; None if these are all of them."""
+        return whole_of(self._batches)
 
 
 def mixing_tensors(layout: Layout) -> AbstractContextManager[None]:

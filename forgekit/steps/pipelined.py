@@ -17,14 +17,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
-from forgekit.parallel.fsdp import (
-    FsdpModules,
-    fsdp_modules,
-    release,
-    reset_iteration,
-    sum_gradients,
-    widen_accumulators,
-)
+from forgekit.parallel.fsdp import fsdp_modules, release, reset_iteration
+from forgekit.parallel.fsdp_step import FsdpStep
 from forgekit.parallel.layout import full
 from forgekit.parallel.pipeline.rehearsal import PARAMETER_READ, no_reads
 from forgekit.parallel.pipeline.stages import Stages
@@ -57,11 +51,9 @@ def accumulate_staged(
     loss_fn: LossFn,
     sums: LossSums,
     routers: StepRouters,
-    sharded: FsdpModules,
-    first: FirstLook,
     *,
-    more: bool,
-) -> None:
+    is_last: bool,
+) -> bool:
     """Leave a step's summed raw gradient in the parameters of this rank's stages.
 
     A schedule reduces each stage's gradients once, after the last micro-batch.
@@ -71,11 +63,11 @@ def accumulate_staged(
         batches: Micro-batches of one shape, the same on every rank of the pipeline; sized.
         loss_fn: ``loss_fn(model, batch) -> Loss``, which calls ``model`` once.
         sums: Gets the losses on the rank of the last stage, zeros on the others; all count rows.
-        routers: Notes what routers of experts count.
-        sharded: The FSDP modules of all stages.
-        first: Called with a step's first micro-batch, whole sequences, before anything is
-            computed.
-        more: Whether the step goes on in another call, so that nothing is reduced.
+        routers: Records what routers of experts count.
+        is_last: Whether these are the step's last micro-batches; before them nothing is reduced.
+
+    Returns:
+        Whether there was a micro-batch.
 
     Raises:
         TypeError: If ``batches`` have no ``len``, a stage returns no tensor, or ``loss_fn`` no
@@ -87,13 +79,12 @@ def accumulate_staged(
             stage began, or an exception has broken off an earlier schedule.
     """
     size = len(batches)  # pyright: ignore[reportArgumentType]  # a schedule has to know it
-    for module in sharded:
-        sum_gradients(module)
-    work = _Work(state, batches, size, loss_fn, first, sums, more, first_number_of(batches))
+    work = _Work(state, batches, size, loss_fn, None, sums, is_last, first_number_of(batches))
     shape = work.start()
     if size:
-        with routers.noting():
-            work.stages.run(size, shape, work.train, reduces=not more)
+        with routers.recording():
+            work.stages.run(size, shape, work.train, reduces=is_last)
+    return size > 0
 
 
 def evaluate_staged(
@@ -146,7 +137,7 @@ class _Work:
     _loss_fn: LossFn
     _look: FirstLook
     sums: LossSums
-    _more: bool = False
+    _is_last: bool = False
     _first_number: int = 0
     _trains: bool = attrs.field(factory=torch.is_grad_enabled, init=False)
     _done: int = attrs.field(init=False)
@@ -229,8 +220,9 @@ class _Work:
         with named(f"forward of stage {stage}"):
             out = self.compute(stage, micro_batch, received)
         # Before the last backward, which reduces what all of them have added up.
-        if micro_batch + 1 == self._size and number and not self._more:
-            widen_accumulators(fsdp_modules(self.stages.modules[self.stages.mine.index(stage)]))
+        if micro_batch + 1 == self._size and number and self._is_last:
+            module = self.stages.modules[self.stages.mine.index(stage)]
+            FsdpStep([module]).before_backward(number, is_last=True)
         is_last = stage == self.stages.count - 1
         return (out[0] * self._state.loss_scale.to(out[0].dtype),) if is_last else out
 

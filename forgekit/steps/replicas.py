@@ -21,7 +21,7 @@ from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
 from forgekit.steps.ranges import ranged
-from forgekit.steps.totals import Totals, find_problem, parameters_of
+from forgekit.steps.totals import Totals, find_problem, names_of, parameters_of, with_sums
 from forgekit.tensors import local, wide
 
 BUCKET_BYTES = 2**24
@@ -111,28 +111,27 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
             that has just joined reports other sums or sizes than the others. Those go on without
             it. Also if the totals have been summed before.
     """
-    if totals.held is None:
+    if (shares := totals.checked.shares) is None:
         raise ValueError(SUMMED)
-    shares = totals.held.shares
     problem = find_problem(totals, state)
     if problem is None and len({samples == 0 for samples, _ in shares}) > 1:
         problem = UNEVEN
     held = parameters_of(state.optimizer)
     gradients = [local(p.grad) for p in held if p.grad is not None]
-    keys = sorted(totals.flat.keys() - {"loss_scale"}, key=str)
-    flat = dict(totals.flat)
+    keys = names_of(totals.sums)
+    sums = {key: totals[key] for key in keys}
     if totals.samples == 0:  # what it has computed is another group's; its votes are its own
         for value in gradients:
             value.zero_()
-        flat |= {key: torch.zeros_like(flat[key]) for key in keys if not _is_vote(key)}
-    vector = torch.cat([flat[key].reshape(-1) for key in keys])
+        sums |= {key: torch.zeros_like(sums[key]) for key in keys if not _is_vote(key)}
+    vector = torch.cat([value.reshape(-1) for value in sums.values()])
     sizes = [whole for _, whole in shares]
     shards = [(shard.dtype, shard.numel()) for shard in gradients]
     facts = repr((keys, len(vector), shards, state.step, state.samples, sizes))
     # Twenty bits: a million squares fit into int64, and equal digests are told from others by sums
     # alone, and exactly.
     digest = zlib.crc32(facts.encode()) >> 12
-    is_new = state.agreed is None
+    is_new = state.agreed_names is None
     header = [1, totals.samples, problem is not None, is_new, digest, digest**2]
     numbers = torch.tensor(header, dtype=torch.int64, device=state.targets.device)
     good = replicas.sum([numbers])
@@ -144,13 +143,15 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
     if good and groups > 1:
         good = _sum(replicas, [vector, *gradients])
     if not replicas.commit(good):
-        told = exchange(problem and str(problem), world_of(state.mesh))
-        if text := next(filter(None, told), None):
+        reports = exchange(problem and str(problem), world_of(state.mesh))
+        if text := next(filter(None, reports), None):
             raise ValueError(text)
         return None
-    parts = vector.split([flat[key].numel() for key in keys])
-    flat |= {key: p.view(flat[key].shape) for key, p in zip(keys, parts, strict=True)}
-    return attrs.evolve(totals, flat=flat, samples=samples, held=None)
+    parts = vector.split([value.numel() for value in sums.values()])
+    pairs = zip(sums.items(), parts, strict=True)
+    totals = with_sums(totals, {key: part.view(value.shape) for (key, value), part in pairs})
+    checked = attrs.evolve(totals.checked, shares=None)
+    return attrs.evolve(totals, samples=samples, checked=checked)
 
 
 SUMMED = (

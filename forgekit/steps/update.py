@@ -53,7 +53,7 @@ def update(
         state: The state whose gradients ``accumulate`` left; consumed.
         correction: What ``clip`` returned.
         lr: Learning rate; a group's own is ``lr * group.get("lr_scale", 1.0)``.
-        totals: Reduced totals; reads ``targets``, ``samples`` and ``agreed``.
+        totals: Reduced totals; reads ``targets``, ``samples`` and ``checked``.
         growth_interval: Good steps in a row after which a dynamic loss scale is doubled.
         total: Number of steps of the run, for a ``bias_rate`` of experts that depends on it.
 
@@ -74,7 +74,7 @@ def update(
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
     _step_optimizer(state.optimizer, correction)
-    rebalance(state.model, totals.flat, correction.finite, state.step, total)
+    rebalance(state.model, totals.sums, correction.finite, state.step, total)
     if state.mesh is not None:  # what is gathered is old now
         release(fsdp_modules(*state.layout.roots(state.model)))
     finite = correction.finite
@@ -88,7 +88,7 @@ def update(
         targets=state.targets.addcmul(trained, finite),
         skipped=(state.skipped + 1).masked_fill_(finite, 0),
         bad_since=state.bad_since.masked_fill(state.skipped == 0, state.samples),
-        agreed=totals.agreed or state.agreed,
+        agreed_names=totals.checked.agreed_names or state.agreed_names,
         **_rescale(state, correction, totals, growth_interval),
     )
 

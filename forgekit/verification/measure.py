@@ -32,6 +32,7 @@ from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.parallel.layout import full
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import LossFn, accumulate
+from forgekit.steps.audit.first_step import audit
 from forgekit.steps.clip import clip
 from forgekit.steps.experts import StepRouters, rebalance
 from forgekit.steps.gradients import gradients
@@ -126,6 +127,7 @@ def measure_layout(job: RankJob) -> RankResult:
     batches = _pull(record, job) if job.batches is None else _share(job, job.batches)
     digests = [[keep(job.folder, batch) for batch in step] for step in batches]
     result = RankResult(start=start, batches=digests)
+    audit(state, batches[0][0], record.loss_fn)
     for number, micro_batches in enumerate(batches):
         totals = reduce_totals(accumulate(state, micro_batches, record.loss_fn), state)
         correction = clip(totals, max_norm=math.inf)
@@ -158,7 +160,7 @@ def measure_plainly(job: RankJob, merge: bool) -> RankResult:
             plain_backward(state.model, joined, record.loss_fn)
             result.merged = {name: keep(job.folder, full(p.grad)) for name, p in trained.items()}
         routers = StepRouters(state.model.modules(), torch.ones(()), state.targets.device)
-        with routers.noting():
+        with routers.recording():
             loss = plain_backward(state.model, batches, record.loss_fn)
         if number == 0:
             result.loss = loss

@@ -93,7 +93,7 @@ def test_a_stream_that_is_asked_whether_more_follows_stays_where_it_is(policy):
         assert stream.state_dict() == positions[2 * number]
         assert numbers_of(group) == [1, None if number == 2 else 1]
         if end:
-            end.hear(torch.tensor(end.vote()))
+            end.receive(torch.tensor(end.vote()))
         assert stream.state_dict() == positions[min(2 * number + 2, 5)]
     assert number == 2
 

@@ -118,7 +118,9 @@ def _by_parts(cell: Cell, laid_out: LaidOut) -> Found:
     audit = "adamw" not in cell.optimizers
     for step in range(cell.steps):
         mine = own_batches(cell, state.mesh, step)
-        totals = fk.accumulate(state, mine, LOSSES[cell.loss], audit=audit)
+        if audit and step == 0:
+            fk.audit(state, mine[0], LOSSES[cell.loss])
+        totals = fk.accumulate(state, mine, LOSSES[cell.loss])
         totals = fk.reduce_totals(totals, state)
         if step == 0:
             factor = fk.clip(totals).factor

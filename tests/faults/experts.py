@@ -14,6 +14,7 @@ from faults.table import Fault
 from faults.training import training
 
 import forgekit as fk
+from forgekit.steps.totals import with_sums
 
 
 def _times_ep(factor: float) -> Plant:
@@ -38,7 +39,7 @@ def _counts(factors: Any) -> Plant:
     def change(totals: fk.Totals) -> fk.Totals:
         counts = totals["experts", "counts"].clone()
         counts *= counts.new_tensor(factors)
-        return attrs.evolve(totals, flat={**totals.flat, ("experts", "counts"): counts})
+        return with_sums(totals, {("experts", "counts"): counts})
 
     return result("reduce_totals", change)
 

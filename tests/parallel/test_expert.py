@@ -183,7 +183,7 @@ def _exchange(rank, world, changes):
         layer.shared.register_forward_hook(lambda *_: events.append(("shared",)))
     batches = [mine(mesh)(b) for b in split(rows(positions=12), [4, 4])]
     with patch.object(dist, "all_to_all_single", watched):
-        totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn, audit=False), state)
+        totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
     gradients = {name: full(g) for name, g in fk.gradients(state, totals).items()}
     noted = [totals["experts", name].tolist() for name in ("counts", "kept")]
     return gradients, events, *noted

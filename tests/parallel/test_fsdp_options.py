@@ -96,7 +96,7 @@ def _reductions(rank, world):
     counted = {}
     for sync in ("last", "every", "hsdp_last"):
         with Watch() as calls:
-            fk.accumulate(state, batches, logits_loss, sync=sync, audit=False)
+            fk.accumulate(state, batches, logits_loss, sync=sync)
         words = ("reduce_scatter", "allreduce")
         counted[sync] = tuple(calls.count(word) / len(modules) for word in words)
     return counted

@@ -164,7 +164,7 @@ def _planned(rank, world, layout):
     refused = {}
     for case, (kind, plan, _) in FORGOTTEN.items():
         state, batches = started(layout, kind, plan)
-        wrong = None if "pp" in layout else mean_gradients(state, batches, logits_loss, audit=False)
+        wrong = None if "pp" in layout else mean_gradients(state, batches, logits_loss)
         before = full_tensors(state.model)
         step = fk.make_step(logits_loss, schedule=fk.constant(0.1))
         with pytest.raises(ValueError, match=r"^tensor parallelism \(tp 2\): ") as caught:
@@ -248,7 +248,11 @@ def _handed(rank, world, options):
     for audit in (True, False):
         model = Handing()
         state = lay_out(model, {"tp": 2, **sizes}, plan={**FEED, "*.mix": "heads"}, **options)
-        fk.accumulate(state, [draw_batch(0), draw_batch(1)], logits_loss, audit=audit)
+        generator = torch.get_rng_state()
+        if audit:
+            fk.audit(state, draw_batch(0), logits_loss)
+        assert torch.equal(generator, torch.get_rng_state())
+        fk.accumulate(state, [draw_batch(0), draw_batch(1)], logits_loss)
         buffers = {name: b.clone() for name, b in model.named_buffers()}
         generator = {"generator": torch.get_rng_state()}
         left.append({**full_tensors(model, gradients=True), **buffers, **generator})

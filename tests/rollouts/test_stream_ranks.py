@@ -84,7 +84,7 @@ def train_job(rank: int, world: int, kind: str, layout: dict[str, int]) -> Any:
     seen: list[list[int]] = []
     loss = spoiling(lambda given: kind == "bad" and seen.count([101]) == 1 and given == [101], seen)
     try:
-        state = train(stream, 2, loss, state=state, audit=layout == DATA)
+        state = train(stream, 2, loss, state=state, audit=False)  # which calls the loss, too
     except RuntimeError as error:
         return seen, str(error)
     return seen, (state.step, state.samples, int(state.targets))
@@ -168,7 +168,7 @@ def lives_job(rank: int, world: int, url: str, folder: str, is_killed: bool) -> 
         seen.extend(numbers(batch))
         return loss_fn(model, batch)
 
-    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream)
+    step = fk.make_step(loss, schedule=fk.constant(0.1), end=stream, audit=False)
     for group in fk.groups(stream, 1, end=stream):
         state, _ = step(state, group)
         stream.commit(state, saved=False)

@@ -258,7 +258,7 @@ def saved(out):
 def agree(stop, reason="enough"):
     stop.request(reason)
     for _ in range(3):
-        stop.hear(torch.tensor(stop.vote()))
+        stop.receive(torch.tensor(stop.vote()))
 
 
 @pytest.fixture

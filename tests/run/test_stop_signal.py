@@ -69,7 +69,7 @@ def test_all_ranks_stop_two_steps_after_a_request_also_who_takes_over_what_was_h
             second.request("enough")
         votes.fill_(first.vote() + second.vote())
         for stop in stops:
-            stop.hear(votes)
+            stop.receive(votes)
         stops.append(StopSignal(()))
         stops[-1].load_state_dict(first.state_dict())
         answers.append({stop.requested for stop in stops})

@@ -191,37 +191,38 @@ def test_parameters_that_are_used_late_or_never_are_exact_in_16_bits(uses, way):
     assert all(found[name].any() == expected[name].any() for name in expected)
 
 
-def _local(state, *, gradient=False):
-    bias = state.model.head.bias
-    return (bias.grad if gradient else bias).to_local()
-
-
 CHANGES = {
-    "values": lambda state: _local(state).add_(1e-3),
-    "every other value": lambda state: _local(state)[1].add_(1e-3),
-    "signs": lambda state: _local(state).neg_(),  # of the same norm
-    "gradients": lambda state: _local(state, gradient=True).mul_(1.5),
-    "signs of gradients": lambda state: _local(state, gradient=True).neg_(),
+    "values": lambda bias: bias.add_(1e-3),
+    "every other value": lambda bias: bias[1].add_(1e-3),
+    "signs": lambda bias: bias.neg_(),  # of the same norm
 }
+SLOPES = {"gradients": 1.5, "signs of gradients": -1.0}
+"""By what the second rank multiplies its loss."""
 
 
 def _differing_replica(rank, world, sizes):
-    for name, change in CHANGES.items():
-        plan = PLAN if "tp" in sizes else None
+    plan, (along,) = PLAN if "tp" in sizes else None, sizes
+    for name in (*CHANGES, *(SLOPES if plan else {})):
         state = lay_out(_Model().double(), {"dp_shard": 1, **sizes}, plan=plan)
-        totals = fk.accumulate(state, vectors(0), _loss)
-        if rank:
+        if rank and name in CHANGES:
             with torch.no_grad():
-                change(state)
+                CHANGES[name](state.model.head.bias.to_local())
+
+        def scaled(model, batch, name=name):
+            loss = _loss(model, batch)
+            return dataclasses.replace(loss, sum=loss.sum * SLOPES.get(name, 1.0) ** rank)
+
         before = full_tensors(state.model)
-        kind, (along,) = "gradients" if "gradients" in name else "values", sizes
+        kind = "gradients" if name in SLOPES else "values"
         message = (
             f"ranks 0 and 1 hold the same part of 'head.bias', but its {kind} differ .* along "
             f"{along}. Likely cause: .* Nothing was updated"
         )
         with pytest.raises(ValueError, match=message):
-            fk.reduce_totals(totals, state)
-        fk.reduce_totals(fk.accumulate(state, vectors(0), _loss, audit=False), state)
+            fk.audit(state, vectors(0)[0], scaled)
+        assert _keeps(state, _step(scaled), vectors(0), ValueError, message)
+        # A loop that never asks is not stopped.
+        fk.reduce_totals(fk.accumulate(state, vectors(0), scaled), state)
         assert is_kept(state.model, before)
 
 
@@ -269,7 +270,7 @@ EVERYWHERE = {"body": "replicate", "norm": "replicate", "head": "replicate"}
     ("options", "sizes", "plan", "step", "name"),
     [
         ({"norm": nn.BatchNorm1d(WIDTH)}, {"dp_shard": 2}, None, 0, "norm.running_mean"),
-        ({"counts_from": 2}, {"dp_shard": 2}, None, 2, "seen"),
+        ({"counts_from": 3}, {"dp_shard": 2}, None, 2, "seen"),
         ({"counts_from": 0, "is_kept": False}, {"dp_shard": 2}, None, 2, None),
         ({"norm": nn.BatchNorm1d(WIDTH)}, {"tp": 2}, EVERYWHERE, 2, None),
     ],
@@ -312,21 +313,78 @@ def test_losses_whose_counts_differ_on_one_rank_are_refused_on_all(when):
     assert run_ranks(_counts_apart, 2, when, timeout_s=20) == [True, True]
 
 
-def _own_loop(rank, world, audit):
+def _own_loop(rank, world, compares):
     """Parts of a step, written out, with settings that differ between the ranks."""
     state = lay_out(_Model().double())
-    totals = fk.accumulate(state, vectors(rank), _loss, audit=audit)
+    totals = fk.accumulate(state, vectors(rank), _loss)
     try:
-        fk.reduce_totals(totals, state, settings={"my own": rank})
+        fk.reduce_totals(totals, state, settings={"my own": rank} if compares else None)
     except ValueError as error:
         return str(error)
     return ""
 
 
-def test_one_switch_leaves_out_all_proofs_of_a_first_step():
+def test_settings_of_a_loop_of_ones_own_are_compared_in_its_first_step():
     for message in run_ranks(_own_loop, 2, True):
         assert message.startswith("ranks differ in my own: 0 on rank 0, 1 on rank 1.")
     assert run_again(_own_loop, 2, False) == ["", ""]
+
+
+class _Drawing(_Model):
+    """Draws numbers, counts in a buffer and keeps what it has drawn."""
+
+    def __init__(self):
+        super().__init__(counts_from=0)
+        self.drawn = []
+
+    def forward(self, x):
+        self.drawn.append(torch.rand(1).item())
+        return super().forward(x) * (1.0 + self.drawn[-1])
+
+
+def _reports(rank, world, sizes):
+    """What is compared in a layout, and what a first step trains with the audit and without."""
+    left = []
+    for audit in (False, True):
+        model = _Drawing().double()
+        state = lay_out(model, {"dp_shard": 1, **sizes}, plan=PLAN if "tp" in sizes else None)
+        # Rows alike, for the buffer.
+        stream, random = iter(batches := vectors(0, micros=4)), torch.get_rng_state()
+        report = fk.audit(state, batches[0], _loss) if audit else None
+        assert torch.equal(random, torch.get_rng_state())
+        assert not any(p.grad is not None for p in model.parameters())
+        assert torch.equal(model.seen, torch.zeros(3, 2, dtype=torch.float64))
+        step = fk.make_step(_loss, schedule=fk.constant(0.1), audit=audit)
+        state, _ = step(state, stream)
+        assert next(stream, None) is None
+        drawn = torch.tensor(model.drawn[-4:])
+        left.append({**full_tensors(model), "drawn": drawn, "seen": model.seen.clone()})
+    plain, audited = left
+    assert all(torch.equal(value, plain[name]) for name, value in audited.items())
+    assert str(report).startswith("rows, step and seed (world): ")
+    return {one.compared: (one.ranks, one.found) for one in report.findings}
+
+
+REPORTED = {
+    "fsdp": ({"dp_shard": 2}, {"modules": ("world", "1 in one order")}),
+    "replicas": (REPLICAS, {"copies of parameters": ("world", "4 alike")}),
+    "tp": ({"tp": 2}, {"tensor-parallel plan": ("tp", "2 modules")}),
+}
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_an_audit_reports_what_it_compared_and_leaves_the_step_as_it_is(name):
+    sizes, expected = REPORTED[name]
+    for found in run_again(_reports, 2, sizes):
+        assert found.items() >= expected.items()
+        assert found.keys() >= {"rows, step and seed", "modules", "gradients", "copies of buffers"}
+        assert ("copies of gradients" in found) == (name != "fsdp")
+
+
+def test_an_audit_of_one_process_compares_nothing():
+    state = alone(_Model().double())
+    assert fk.audit(state, vectors(0)[0], _loss).findings == ()
+    assert state.model.calls == 0
 
 
 def _options_apart(rank, world):

@@ -237,8 +237,9 @@ APART = {
 
 def _apart(rank, world, layout, case):
     skips, message = APART[case]
+    state = _state(layout, _Model(skips[rank]).double())
     with pytest.raises(ValueError, match=rf"different modules: {message}\. Ranks pair"):
-        _gradients(_state(layout, _Model(skips[rank]).double()))
+        fk.audit(state, _all_batches(state)[0], _loss)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +294,7 @@ def _part_apart(rank, world, layout, when):
     state = lay_out(model, sizes)
     batch = TensorDict(dict.fromkeys(("input_ids", "labels"), torch.ones(1, 8).long()), [1])
     with pytest.raises(ValueError, match=rf"ranks run different modules: .*layers\.0\.{part}"):
-        fk.accumulate(state, [batch], logits_loss)
+        fk.audit(state, batch, logits_loss)
 
 
 @pytest.mark.parametrize("when", WHEN)

@@ -215,7 +215,8 @@ def test_groups_train_as_one(batches, spec, groups, adapters, loss_fn):
     ):
         new, reduced, _ = finish(state, totals)
         assert_same(everything(new), everything(one), 1e-9, 1e-12)
-        assert_same(dict(reduced.flat), dict(expected.flat), 1e-9, 1e-12)
+        found, wanted = (dict(each.sums.items(True, True)) for each in (reduced, expected))
+        assert_same(found, wanted, 1e-9, 1e-12)
 
 
 def test_what_is_not_finite_in_one_group_skips_the_step_in_all(batches):
@@ -279,7 +280,7 @@ OTHERS = {
         r"steps of \[\(6, 2\)\] \(micro-batches, rows in each\)",
     ),
     "another step": ({"at": {"step": 2, "samples": 12}}, "adds up something else than the others"),
-    "no loss": ({"totals": {"problem": "a loss of means only"}}, "a loss of means only"),
+    "no loss": ({"checked": {"problem": "a loss of means only"}}, "a loss of means only"),
 }
 
 
@@ -293,7 +294,8 @@ def test_a_newcomer_that_does_otherwise_is_refused_and_the_others_go_on(batches,
     changes.get("part", lambda part: None)(parts[1])
     first = fk.accumulate(states[0], parts[0], logits_loss)
     second = fk.accumulate(states[1], parts[1], changes.get("loss_fn", logits_loss))
-    second = attrs.evolve(second, **changes.get("totals", {}))
+    checked = attrs.evolve(second.checked, **changes.get("checked", {}))
+    second = attrs.evolve(second, checked=checked)
     first, second = Exchange(2)(states, [first, second])
     assert first is None
     assert isinstance(second, ValueError)
@@ -322,20 +324,17 @@ def test_totals_are_summed_once_and_one_group_alone_is_a_step_as_ever(batches):
     new, _, _ = finish(state, summed)
     expected, _, _ = finish(other, fk.accumulate(other, batches, logits_loss))
     assert_same(everything(new), everything(expected))
-    with pytest.raises(ValueError, match="onto: the gradients that belong to these totals are"):
-        fk.accumulate(new, batches, logits_loss, onto=summed)
-    held_back = fk.accumulate(new, batches, logits_loss, more=True)
-    with pytest.raises(ValueError, match="the last call of accumulate had more=True"):
-        fk.sum_replicas(held_back, new, fk.OneGroup())
 
 
 def added(state, first, second):
-    """What two calls of accumulate leave, the second going on from the first."""
-    totals = fk.accumulate(state, first, logits_loss, more=True)
-    return fk.accumulate(state, second, logits_loss, onto=totals)
+    """What a step of two parts leaves."""
+    with fk.begin_step(state) as step:
+        step.add(first, logits_loss)
+        step.add(second, logits_loss)
+    return step.totals
 
 
-def test_calls_that_go_on_from_each_other_add_up(batches):
+def test_parts_of_a_step_add_up(batches):
     one, *states = (build() for _ in range(4))
     both = [shares(batches, 3, 2), shares(batches[::-1], 3, 2)]
     totals = [added(*each) for each in zip(states, *both, strict=True)]

@@ -164,8 +164,9 @@ def _build_teacher():
 def _distilled(rank, world):
     state, teacher = _state({"cp": 2}), _build_teacher()
     with pytest.raises(ValueError, match="loss_fn is no sum over positions: its sums are"):
-        _gradients(state, partial(_teacher_loss, teacher))
+        fk.audit(state, _batch(0), partial(_teacher_loss, teacher))
     teacher = fk.parallelize(teacher, state.mesh)
+    fk.audit(state, _batch(0), partial(_teacher_loss, teacher))
     return _gradients(state, partial(_teacher_loss, teacher))
 
 

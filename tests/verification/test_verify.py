@@ -12,8 +12,8 @@ from covering import some_of
 import forgekit as fk
 
 EXACT = 1e-12
-UNREDUCED = ("forgekit.steps.accumulate:find_unreduced", ())
-COPIES = ("forgekit.steps.audit.agreement:_replicas", {})
+UNREDUCED = ("forgekit.parallel.fsdp_step:FsdpStep._unreduced", ())
+COPIES = ("forgekit.steps.audit.first_step:replicas_of", {})
 NO_MESH = ("forgekit.state:_check_parameters", None)
 FIRST = ("forgekit.parallel.pipeline.stage:Stage._sent", verified.first_alone)
 PLANNED = ("forgekit.steps.audit.first_step:check_plan", None)

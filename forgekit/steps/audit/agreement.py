@@ -1,4 +1,4 @@
-"""What the ranks compare at a run's first step, before they add anything up.
+"""What the ranks compare before they add anything up: by ``audit``, and at a run's first step.
 
 A collective adds whatever it is given. Ranks that bring other names, rows or settings, replicas
 that have drifted apart, and gradients that never crossed the ranks all give a number, and the loss
@@ -23,15 +23,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from forgekit.mesh import DATA_DIMENSIONS
-from forgekit.parallel.agreement import check_same, exchange, find_difference
+from forgekit.parallel.agreement import Difference, check_same, exchange, find_difference
 from forgekit.parallel.layout import full, shard_and_owners, size_of, world_of
-from forgekit.state import Agreement, TrainState
+from forgekit.state import AgreedNames, TrainState
 
 DRIFT, NOISE = 1e-6, 1e-3
 """Relative differences that replicas may have: of parameters, and of gradients."""
 
-CAUSES = MappingProxyType(
+CAUSES: Mapping[str, str] = MappingProxyType(
     {
         "tp": "a module between split projections that the plan does not name, or random numbers "
         "that differ between tensor-parallel ranks",
@@ -46,7 +45,7 @@ BUFFER = (
 )
 REPLICA = (
     "ranks {x} and {y} hold the same part of {name!r}, but its {part} differ ({a:.6g} and {b:.6g}) "
-    "along {along}. Likely cause: {cause}. Nothing was updated."
+    "along {dims}. Likely cause: {cause}. Nothing was updated."
 )
 SENTENCES = MappingProxyType(
     {
@@ -54,7 +53,7 @@ SENTENCES = MappingProxyType(
         "on every rank; use (0.0, 0) without observations.",
         "samples": "rank {y} counts {b} samples in a step and rank {x} {a}; every rank must bring "
         "as many rows. Fill up with rows whose labels are -100.",
-        "rows": "ranks {x} and {y} differ along {along} only, so they share rows, and they brought "
+        "rows": "ranks {x} and {y} differ along {dims} only, so they share rows, and they brought "
         "different ones. Choose rows by data-parallel rank: rank, world = "
         "forgekit.data_ranks(mesh).",
         "values": REPLICA,
@@ -67,8 +66,8 @@ SENTENCES = MappingProxyType(
 SHOWN = 4
 """Names that an error lists."""
 
-Meeting = Literal["tp", "cp", "world"]
-MEETINGS: tuple[Meeting, ...] = get_args(Meeting)
+RankGroup = Literal["tp", "cp", "world"]
+RANK_GROUPS: tuple[RankGroup, ...] = get_args(RankGroup)
 """Ranks that run a module together: those that share matrices, those that share sequences, all."""
 
 
@@ -93,7 +92,7 @@ class Report:
 
     Attributes:
         stated: Values by ``(kind, name, shard)``; a kind of ``SENTENCES``.
-        position: Its coordinate on each dimension of the mesh.
+        coordinate: Of the rank, on each dimension of the mesh that has several.
         settings: What has to be the same everywhere, as text.
         unreduced: Parameters whose gradients FSDP holds back.
         problem: Why a loss of its cannot be trained on.
@@ -101,35 +100,29 @@ class Report:
     """
 
     stated: Mapping[Any, Any]
-    position: Mapping[str, int]
+    coordinate: Mapping[str, int]
     settings: Mapping[str, str] = attrs.field(factory=dict)
-    unreduced: tuple[str, ...] = ()
+    unreduced: Sequence[str] = ()
     problem: str | None = None
     parameters: tuple[str, ...] = ()
 
     @classmethod
     def of(
-        cls, state: TrainState, sums: list[Any], samples: int, digest: str = "", **more: Any
+        cls, state: TrainState, stated: Mapping[Any, Any], *, sums: Any = None, **more: Any
     ) -> Report:
-        """Report names of sums, which the last stage of a pipeline alone knows, and rows."""
-        position = position_of(state)
-        data = tuple(position.get(name, 0) for name in DATA_DIMENSIONS)
-        stated: dict[Any, Any] = {("samples", "", ()): samples, ("rows", "", data): digest}
-        if state.layout.has_last:
-            stated["sums", "", ()] = sums
-        return cls(stated=stated, position=position, **more)
+        """Report values, and names of sums, which the last stage of a pipeline alone knows."""
+        if sums is not None and state.layout.has_last:
+            stated = {**stated, ("sums", "", ()): sums}
+        return cls(stated=stated, coordinate=coordinate_of(state), **more)
 
 
-def agree(
-    report: Report, state: TrainState, settings: Mapping[str, Any], *, audit: bool
-) -> Agreement:
+def agree(report: Report, state: TrainState, settings: Mapping[str, Any]) -> AgreedNames:
     """Exchange what the ranks are about to do and refuse it together; a collective of objects.
 
     Args:
         report: This rank's sums and samples.
         state: The state, its gradients as ``accumulate`` left them.
         settings: What has to be the same on all ranks.
-        audit: Whether settings and replicas are compared too.
 
     Returns:
         What all ranks add up from here on.
@@ -138,21 +131,13 @@ def agree(
         UnreducedError: On every rank, if FSDP held gradients back on one of them.
         ValueError: On every rank, if they differ.
     """
-    world, stated = world_of(state.mesh), dict(report.stated)
-    if audit and world > 1:
-        stated |= _replicas(state, gradients=True)
-        shown = {name: repr(value) for name, value in settings.items()}
-        report = attrs.evolve(report, settings=shown)
-    is_first = not any(at for name, at in report.position.items() if name != "pp")
+    is_first = not any(at for name, at in report.coordinate.items() if name != "pp")
     names = tuple(name for name, _ in state.model.named_parameters()) if is_first else ()
-    reports = exchange(attrs.evolve(report, stated=stated, parameters=names), world)
-    for rank, one in enumerate(reports):
-        if one.unreduced:
-            raise UnreducedError(one.unreduced, where=f" on rank {rank}" if world > 1 else "")
-    check_same([one.settings for one in reports])
+    shown = {name: repr(value) for name, value in settings.items()}
+    reports = exchange(attrs.evolve(report, parameters=names, settings=shown), world_of(state.mesh))
     sums = compare(reports)
     every_name = dict.fromkeys(name for one in reports for name in one.parameters)
-    return Agreement(tuple(sums), tuple(every_name))
+    return AgreedNames(tuple(sums), tuple(every_name))
 
 
 def check_replicas(state: TrainState) -> None:
@@ -166,66 +151,76 @@ def check_replicas(state: TrainState) -> None:
     Raises:
         ValueError: On every rank, with the parameter, the mesh dimension and the likely cause.
     """
-    report = Report(stated=_replicas(state, gradients=False), position=position_of(state))
+    report = Report.of(state, replicas_of(state, gradients=False))
     compare(exchange(report, world_of(state.mesh)))
 
 
 def compare(reports: Sequence[Report]) -> list[Any]:
     """Raise unless ranks that state the same key state the same value; return the names of sums."""
     for rank, one in enumerate(reports):
+        if one.unreduced:
+            raise UnreducedError(one.unreduced, where=f" on rank {rank}" if reports[1:] else "")
+    check_same([one.settings for one in reports])
+    for rank, one in enumerate(reports):
         if one.problem is not None:
             raise ValueError(f"rank {rank} {one.problem}")
     norms = [v[0] for one in reports for k, v in one.stated.items() if k[0] == "gradients"]
     largest = max(norms, default=0.0)
-    for kind, sentence in SENTENCES.items():
+    for kind in SENTENCES:
         stated = [{k: v for k, v in one.stated.items() if k[0] == kind} for one in reports]
-        if apart := find_difference(stated, partial(_is_same, kind, largest)):
-            x, y, name = apart.first, apart.other, apart.key[1]
-            a, b = stated[x][apart.key], stated[y][apart.key]
-            here, there = reports[x].position, reports[y].position
-            along = [dim for dim in here if here[dim] != there[dim]]
-            causes = [BUFFER] if kind == "buffer" else [CAUSES[d] for d in along if d in CAUSES]
-            changed = difference(a, b) if kind == "sums" else ""
-            if sentence == REPLICA:
-                a, b = next((m, n) for m, n in zip(a, b, strict=True) if m != n)
-            told = {"x": x, "y": y, "a": a, "b": b, "name": name, "difference": changed}
-            told["part"] = "gradients" if kind == "gradients" else "values"
-            told["cause"] = "; ".join(causes) or OUTSIDE
-            raise ValueError(sentence.format(along=" and ".join(along), **told))
+        if (mismatch := find_difference(stated, partial(_is_same, kind, largest))) is not None:
+            raise ValueError(_explain(reports, kind, mismatch))
     return next((r.stated["sums", "", ()] for r in reports if ("sums", "", ()) in r.stated), [])
 
 
-def compare_modules(
-    mesh: DeviceMesh | None, name: str = "the end of loss_fn", meeting: Meeting = "world", *_: Any
-) -> None:
-    """Raise on every rank if ranks that meet in a module are not all at it; small collectives.
+def _explain(reports: Sequence[Report], kind: str, mismatch: Difference) -> str:
+    """Say what two ranks state of one thing, and what the likely cause is."""
+    key, sentence = mismatch.key, SENTENCES[kind]
+    first, other = reports[mismatch.first], reports[mismatch.other]
+    a, b = first.stated[key], other.stated[key]
+    dims = [dim for dim, at in first.coordinate.items() if at != other.coordinate[dim]]
+    causes = [BUFFER] if kind == "buffer" else [CAUSES[dim] for dim in dims if dim in CAUSES]
+    values: dict[str, Any] = {"x": mismatch.first, "y": mismatch.other, "name": key[1]}
+    if kind == "sums":
+        values["difference"] = difference(a, b)
+    elif sentence == REPLICA:
+        a, b = next((m, n) for m, n in zip(a, b, strict=True) if m != n)
+        values["part"] = "gradients" if kind == "gradients" else "values"
+        values["cause"] = "; ".join(causes) or OUTSIDE
+    return sentence.format(a=a, b=b, dims=" and ".join(dims), **values)
 
-    Each group compares before the next one, so that ranks at different modules never wait in
-    different groups. A difference is passed on to the last, which all ranks come to.
+
+def compare_modules(
+    mesh: DeviceMesh | None, name: str = "the end of loss_fn", group: RankGroup = "world", *_: Any
+) -> None:
+    """Raise on every rank if ranks that run a module together are not all at it.
+
+    By small collectives: each group compares before the next one, so that ranks at different
+    modules never wait in different groups. A difference is passed on to the last group, all ranks.
 
     Args:
         mesh: All ranks.
         name: The module.
-        meeting: Ranks that run it together; others may run it more often, or not at all.
+        group: Ranks that run it together; others may run it more often, or not at all.
     """
     problem: str | None = None
-    for one in MEETINGS:
+    for one in RANK_GROUPS:
         if one == "world" or size_of(mesh, one) > 1:
-            group = None if one == "world" or mesh is None else mesh.get_group(one)
-            told = exchange((dist.get_rank(), name, problem), group=group)
-            problem = next((p for *_, p in told if p), None) or _apart(told)
-        if one == meeting and problem is None:
+            ranks = None if one == "world" or mesh is None else mesh.get_group(one)
+            reports = exchange((dist.get_rank(), name, problem), group=ranks)
+            problem = next((p for *_, p in reports if p), None) or _find_apart(reports)
+        if one == group and problem is None:
             return
     raise ValueError(problem)
 
 
-def _apart(told: Sequence[tuple[int, str, str | None]]) -> str | None:
-    (rank, name, _), *others = told
-    other, there = next(((at, one) for at, one, _ in others if one != name), (rank, name))
-    if there == name:
+def _find_apart(reports: Sequence[tuple[int, str, str | None]]) -> str | None:
+    (rank, name, _), *others = reports
+    other, at = next(((r, one) for r, one, _ in others if one != name), (rank, name))
+    if at == name:
         return None
     return (
-        f"ranks run different modules: rank {rank} is at {name} and rank {other} at {there}. Ranks "
+        f"ranks run different modules: rank {rank} is at {name} and rank {other} at {at}. Ranks "
         "pair their collectives by order alone, so that gradients would be wrong, or ranks wait "
         "for each other. Run the same modules on all ranks: draw blocks to skip from a "
         "torch.Generator with one seed for all of them."
@@ -252,7 +247,7 @@ def digest_rows(batch: TensorDictBase) -> str:
     return digest.hexdigest()
 
 
-def position_of(state: TrainState) -> dict[str, int]:
+def coordinate_of(state: TrainState) -> dict[str, int]:
     """This rank's coordinate on each dimension of the mesh that has several."""
     mesh = state.mesh
     names = () if mesh is None else mesh.mesh_dim_names or ()
@@ -269,7 +264,7 @@ def _is_same(kind: str, largest: float, a: Any, b: Any) -> bool:
     return not any(abs(m - n) > bound for m, n in pairs)
 
 
-def _replicas(state: TrainState, *, gradients: bool) -> dict[Any, tuple[float, float]]:
+def replicas_of(state: TrainState, *, gradients: bool) -> dict[Any, tuple[float, float]]:
     """Measure each shard that other ranks hold too, and the buffers that a checkpoint keeps.
 
     By norm and by the sum of every other number, in float64: no two agree in both by chance. Of

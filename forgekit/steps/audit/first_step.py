@@ -1,131 +1,213 @@
-"""What a run's first step proves, in one place: ``accumulate`` has one ``with`` around its loop.
+"""What a run proves before its first step: that the ranks together train what one would.
 
-Before anything is updated: that ranks that share sequences or matrices train what one rank would,
-that a loss reads no shards, and that ranks run the same modules. What ``reduce_totals`` compares
-then (rows, names, settings, replicas) is in ``agreement.py``. What every step checks (gradients
-that were never reduced, changed names and numbers of rows) is not here: no switch turns it off.
+The first micro-batch is computed once beside the step, forward and backward, and left as it was:
+its gradients are cleared, and random numbers and buffers are put back. What every step checks
+(gradients that were never reduced, changed names, uneven rows) is not here: no switch turns it off.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import attrs
+import torch
 from tensordict import TensorDictBase
 from torch import nn
 
-from forgekit.mesh import data_ranks
+from forgekit.mesh import DATA_DIMENSIONS, data_ranks
 from forgekit.parallel.agreement import exchange
-from forgekit.parallel.fsdp import FsdpModules, watching_shards
+from forgekit.parallel.fsdp import fsdp_modules
+from forgekit.parallel.fsdp_step import FsdpStep, clear_gradients
 from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
-from forgekit.steps.audit.agreement import Meeting, compare_modules, digest_rows
-from forgekit.steps.audit.plan import check_plan
+from forgekit.steps.accumulate import begin_step
+from forgekit.steps.audit.agreement import (
+    RankGroup,
+    Report,
+    compare,
+    compare_modules,
+    coordinate_of,
+    digest_rows,
+    replicas_of,
+)
+from forgekit.steps.audit.plan import check_plan, keeping_buffers
 from forgekit.steps.audit.positions import check_positions
-from forgekit.steps.micro_batch import LossFn, check_output
+from forgekit.steps.losses import Loss
+from forgekit.steps.micro_batch import LossFn
 
 
-@attrs.define
-class Audit:
-    """The proofs of one step; none of them where it is not a run's first.
+class Finding(NamedTuple):
+    """One thing that ranks compared.
 
     Attributes:
-        digest: Of the rows of the first micro-batch, for the ranks to compare.
-        read: Names of parameters whose shards the loss reads outside of the model.
+        compared: What was compared.
+        ranks: Over which ranks, by dimensions of the mesh; ``"world"`` for all.
+        found: What was found.
     """
 
-    _state: TrainState
-    _loss_fn: LossFn
-    _sharded: FsdpModules
-    _is_due: bool
-    digest: str = ""
-    read: set[str] = attrs.field(factory=set)
+    compared: str
+    ranks: str
+    found: str
 
-    @contextmanager
-    def looking_at(self, batch: TensorDictBase) -> Iterator[None]:
-        """Look at a first micro-batch, whole sequences, and at its forward pass inside.
 
-        Ranks pair their collectives by order and by nothing else. Where one skips a block that
-        another runs, shards of two blocks meet, or ranks wait for each other. So each module that
-        gathers its parameters, or shares sequences, matrices or experts, is compared before it
-        runs, by small collectives of objects among the ranks that meet there.
+@attrs.frozen
+class AuditReport:
+    """What the ranks compared before a run's first step; nothing differed, or it had raised.
 
-        Raises:
-            TypeError: If the model or a module that FSDP wraps returns a TensorDict.
-            ValueError: On every rank, if they run different modules, or see ``look``.
-        """
-        model, gathered, mesh = self._state.model, set(self._sharded), self._state.mesh
-        # Compiled code runs in place of hooks.
-        is_compiled = any(m._compiled_call_impl is not None for m in model.modules())
-        compares = self._is_due and not is_compiled
-        with ExitStack() as hooks:
-            if compares:
-                modules = dict(model.named_modules())
-                here: set[tuple[str, Meeting]] = {
-                    (name, meeting)
-                    for name, module in modules.items()
-                    if (meeting := self._meeting(name, module, gathered)) is not None
-                }
-                # Ranks without experts have no module to gather there.
-                for name, meeting in here.intersection(*exchange(here)):
-                    at = name or type(model).__name__
-                    compare = partial(compare_modules, mesh, at, meeting)
-                    # In front of FSDP's own hook.
-                    hook = modules[name].register_forward_pre_hook(compare, prepend=True)
-                    hooks.enter_context(hook)
-            self.look(batch)
-            for module in (model, *gathered):
-                hooks.enter_context(module.register_forward_hook(check_output))
-            yield
-        if compares:
-            compare_modules(mesh)
+    Attributes:
+        findings: In the order in which they were compared; none in one process.
+    """
 
-    def _meeting(
-        self, name: str, module: nn.Module, gathered: Collection[nn.Module]
-    ) -> Meeting | None:
-        """The ranks that have to run a module together; others may run it more or less often."""
-        layout = self._state.layout
-        if module in gathered or (layout.experts > 1 and "dispatch" in vars(module)):
-            return "world"
-        if layout.context > 1 and "attend" in vars(module):
-            return "cp"
-        return "tp" if name in layout.styles else None
+    findings: tuple[Finding, ...] = ()
 
-    def look(self, batch: TensorDictBase) -> None:
-        """Take the first micro-batch, whole sequences, before the model does.
+    def __str__(self) -> str:
+        """One line for each finding."""
+        return "\n".join(f"{one.compared} ({one.ranks}): {one.found}" for one in self.findings)
 
-        Raises:
-            ValueError: On every rank, if ranks together would train another model than one.
-        """
-        if not self._is_due:
-            return
-        self.digest = digest_rows(batch)
-        if self._state.layout.context > 1:
-            check_positions(self._state, batch, self._loss_fn)
-        if self._state.layout.tensor > 1:
-            check_plan(self._state, batch, self._loss_fn)
+
+def audit(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> AuditReport:
+    """Prove, with one micro-batch, that the ranks together train what one rank would.
+
+    ``make_step`` calls it once, before the first step of a process; a loop that is written out
+    calls it itself, on every rank. The micro-batch is trained afterwards as if nothing had looked
+    at it: no random number is used up, and buffers are put back. The price is one micro-batch
+    (in a pipeline one for each stage) and a few small collectives.
+
+    Compared are the rows of ranks that share them, the step and the seed; under context parallelism
+    whether positions are those of whole sequences; the tensor-parallel plan; the modules that ranks
+    run; whether every gradient is reduced over the ranks; and copies of parameters, gradients and
+    buffers.
+
+    Args:
+        state: The state; gradients are cleared, nothing else in it changes.
+        batch: The first micro-batch of the step to come, whole sequences.
+        loss_fn: ``loss_fn(model, batch) -> Loss``; called once more, and in evaluation twice more
+            under tensor and under context parallelism each.
+
+    Returns:
+        What was compared. In one process nothing is.
+
+    Raises:
+        UnreducedError: On every rank, if gradients were never reduced, or the loss reads shards.
+        ValueError: On every rank, if ranks differ, or would train another model than one rank.
+    """
+    world, layout = world_of(state.mesh), state.layout
+    if world == 1:
+        return AuditReport()
+    data = tuple(coordinate_of(state).get(name, 0) for name in DATA_DIMENSIONS)
+    numbers = {name: repr(getattr(state, name)) for name in ("step", "samples", "seed")}
+    rows = {("rows", "", data): digest_rows(batch)}
+    findings = [Finding("rows, step and seed", "world", f"{data_ranks(state.mesh)[1]} data ranks")]
+    with _leaving_no_trace(state):
+        compare(exchange(Report.of(state, rows, settings=numbers), world))
+        compared = _modules_to_compare(state)
+        with _comparing(state, compared):
+            if layout.context > 1:
+                check_positions(state, batch, loss_fn)
+                findings.append(Finding("positions", "cp", "those of whole sequences"))
+            if layout.tensor > 1:
+                check_plan(state, batch, loss_fn)
+                found = f"{len(layout.styles)} modules"
+                findings.append(Finding("tensor-parallel plan", "tp", found))
+        findings += _rehearse(state, batch, loss_fn, compared)
+    return AuditReport(tuple(findings))
 
 
 @contextmanager
-def auditing(
-    state: TrainState, loss_fn: LossFn, sharded: FsdpModules, *, audit: bool, is_begun: bool
-) -> Iterator[Audit]:
-    """Prove within the block what a run's first step has to.
+def _leaving_no_trace(state: TrainState) -> Iterator[None]:
+    """Forget gradients before and after the block, and put random numbers and buffers back."""
+    device, roots = state.targets.device, state.layout.roots(state.model)
+    with (
+        torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
+        keeping_buffers(roots),
+    ):
+        clear_gradients(*roots)
+        try:
+            yield
+        finally:
+            clear_gradients(*roots)
 
-    Args:
-        state: The state; nothing in it changes.
-        loss_fn: ``loss_fn(model, batch) -> Loss``.
-        sharded: The model's FSDP modules.
-        audit: Whether to; the switch of ``accumulate``.
-        is_begun: Whether an earlier call of the step has looked at its first micro-batch.
+
+def _rehearse(
+    state: TrainState, batch: TensorDictBase, loss_fn: LossFn, compared: Mapping[str, RankGroup]
+) -> Iterator[Finding]:
+    """Compute a micro-batch forward and backward; compare what runs, and what it leaves."""
+    layout, world, read = state.layout, world_of(state.mesh), set()
+    if compared:
+        loss_fn = partial(_compare_forward, state, compared, loss_fn)
+    with begin_step(state) as step, ExitStack() as stack:
+        # Beside other rows, or positions, this rank's part of a gradient is not all of it.
+        if data_ranks(state.mesh)[1] * layout.context > 1:
+            sharded = FsdpStep(layout.roots(state.model))
+            read = stack.enter_context(sharded.watching_shards(state.model))
+        # A schedule needs several micro-batches.
+        count = 1 if layout.stages is None else layout.stages.count
+        step.add([batch] * count, loss_fn, last=True)
+    stated = replicas_of(state, gradients=True)
+    unreduced = (*step.totals.checked.unreduced, *sorted(read))
+    compare(exchange(Report.of(state, stated, unreduced=unreduced), world))
+    if compared:
+        yield Finding("modules", "world", f"{len(compared)} in one order")
+    yield Finding("gradients", "world", "all reduced")
+    copies = {"values": "parameters", "gradients": "gradients", "buffer": "buffers"}
+    for kind, shown in copies.items():
+        if count := sum(key[0] == kind for key in stated):
+            yield Finding(f"copies of {shown}", "world", f"{count} alike")
+
+
+def _modules_to_compare(state: TrainState) -> dict[str, RankGroup]:
+    """Names of modules that ranks have to run together, and which ranks."""
+    gathered = set(fsdp_modules(state.model))
+    is_compiled = any(one._compiled_call_impl is not None for one in state.model.modules())
+    if is_compiled or state.layout.stages is not None:
+        return {}  # compiled code runs in place of hooks; stages run modules of their own
+    mine: set[tuple[str, RankGroup]] = {
+        (name, group)
+        for name, module in state.model.named_modules()
+        if (group := _group_of(state, name, module, module in gathered)) is not None
+    }
+    # Ranks without experts have no module to gather there.
+    return dict(sorted(mine.intersection(*exchange(mine))))
+
+
+def _group_of(state: TrainState, name: str, module: nn.Module, gathers: bool) -> RankGroup | None:
+    """The ranks that have to run a module together; others may run it more or less often."""
+    layout = state.layout
+    if gathers or (layout.experts > 1 and "dispatch" in vars(module)):
+        return "world"
+    if layout.context > 1 and "attend" in vars(module):
+        return "cp"
+    return "tp" if name in layout.styles else None
+
+
+@contextmanager
+def _comparing(state: TrainState, compared: Mapping[str, RankGroup]) -> Iterator[None]:
+    """Before each of these modules the ranks that run it together compare that they do.
+
+    Ranks pair their collectives by order and by nothing else. Where one skips a block that another
+    runs, shards of two blocks meet, or ranks wait for each other.
     """
-    # `agreed` comes with the first step's collective: nothing has been updated before.
-    is_first = audit and state.agreed is None and world_of(state.mesh) > 1
-    proofs = Audit(state, loss_fn, sharded, is_first and not is_begun)
-    if is_first and data_ranks(state.mesh)[1] * state.layout.context > 1:  # whose rows differ
-        with watching_shards(state.model, sharded) as proofs.read:
-            yield proofs
-    else:
-        yield proofs
+    with ExitStack() as hooks:
+        for name, group in compared.items():
+            module, at = state.model.get_submodule(name), name or type(state.model).__name__
+            # In front of FSDP's own hook.
+            hook = partial(compare_modules, state.mesh, at, group)
+            hooks.enter_context(module.register_forward_pre_hook(hook, prepend=True))
+        yield
+
+
+def _compare_forward(
+    state: TrainState,
+    compared: Mapping[str, RankGroup],
+    loss_fn: LossFn,
+    model: nn.Module,
+    batch: TensorDictBase,
+) -> Loss:
+    """Compute a loss; the backward is not compared, as recomputation runs modules again."""
+    with _comparing(state, compared):
+        loss = loss_fn(model, batch)
+    compare_modules(state.mesh)
+    return loss

@@ -114,7 +114,7 @@ def check_plan(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> Non
                     proof.meet("the end of a short pass")
         else:
             shared = attrs.evolve(state, layout=layout)
-            with _keeping_buffers(layout.stages.modules):
+            with keeping_buffers(layout.stages.modules):
                 evaluate_staged(shared, [short], loss_fn)  # which rehearses
                 with proof.checking_parts():
                     evaluate_staged(shared, [short], loss_fn)
@@ -490,7 +490,7 @@ def _with(module: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _keeping_buffers(roots: list[nn.Module]) -> Iterator[None]:
+def keeping_buffers(roots: list[nn.Module]) -> Iterator[None]:
     """Give modules copies of their buffers for a while."""
     with ExitStack() as stack:
         for module in (module for root in roots for module in root.modules()):

@@ -1,0 +1,264 @@
+"""A step in several parts is one call of ``accumulate`` to the bit, for any model and layout."""
+
+from __future__ import annotations
+
+import math
+from contextlib import ExitStack
+
+import attrs
+import pytest
+import torch
+from lab import SPEC, alone, full, global_batch, lay_out, mean_gradients
+from pool import run_again
+from tensordict import TensorDict
+from torch import Tensor, nn
+
+import forgekit as fk
+
+EXPERTS = fk.MoESpec(experts=4, top_k=2, ffn_dim=24, aux_loss=0.1, z_loss=0.01, bias_rate=0.01)
+EVEN = attrs.evolve(SPEC, vocab_size=40, dim=48, heads=4, dropout=0.3)
+
+
+class Odd(nn.Module):
+    """Uses a block twice, another only for long rows and a matrix never; one matrix is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(40, 16)
+        self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
+        self.head = nn.Linear(16, 40)
+        self.unused = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.layers[1].weight.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.layers[0](self.embed(ids)).tanh()
+        if ids.shape[1] > 8:
+            x = x + self.layers[3](x)
+        x = self.layers[0](x) + self.layers[1](x).tanh() * self.scale
+        return self.head(self.layers[2](x))
+
+
+def build_state(kind: str, layout: dict[str, int], options: dict[str, object]) -> fk.TrainState:
+    moe = EXPERTS if kind == "experts" else None
+    layers = 4 if "pp" in layout else 2
+    model = Odd() if kind == "odd" else fk.Transformer(attrs.evolve(EVEN, moe=moe, layers=layers))
+    if kind == "dora":
+        fk.add_lora(model, rank=4, dora=True, targets="*.query")
+    return lay_out(model, layout, **options) if layout else alone(model)
+
+
+def rows(state: fk.TrainState, kind: str = "") -> list[TensorDict]:
+    """Four micro-batches of 16 positions, which ranks can share; ragged numbers of targets."""
+    reader, readers = fk.data_ranks(state.mesh)
+    batches = [global_batch(readers, seed=seed)[1][reader] for seed in range(4)]
+    if kind == "odd":
+        batches[1] = TensorDict({key: value[:, :8] for key, value in batches[1].items()}, [2])
+    if kind == "no targets":
+        for batch in batches[:2]:
+            batch["labels"].fill_(-100)
+    return batches
+
+
+def loss_of(model: nn.Module, batch: TensorDict) -> fk.Loss:
+    loss = fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
+    return loss.with_metrics(rows=(len(batch), 1))
+
+
+class FirstIsNan:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, model: nn.Module, batch: TensorDict) -> fk.Loss:
+        self.calls += 1
+        loss = loss_of(model, batch)
+        return fk.Loss(loss.sum * (math.nan if self.calls == 1 else 1.0), loss.count, loss.metrics)
+
+
+def finish(state: fk.TrainState, totals: fk.Totals) -> tuple[fk.TrainState, dict[str, Tensor]]:
+    totals = fk.reduce_totals(totals, state)
+    parameters = dict(state.model.named_parameters())
+    results = {n: full(p.grad) for n, p in parameters.items() if p.grad is not None}
+    results |= {str(key): value for key, value in totals.sums.items(True, True)}
+    results["samples"] = torch.tensor(totals.samples)
+    state = fk.update(state, fk.clip(totals, max_norm=1.0), lr=0.01, totals=totals)
+    results |= {f"updated {name}": full(p.detach()).clone() for name, p in parameters.items()}
+    return state, results | {"skipped": state.skipped, "scale": state.loss_scale}
+
+
+def compare(rank, world, kind, layout, cut, options, sync, knows_last):
+    whole, parts = (build_state(kind, layout, options) for _ in range(2))
+    for number in range(3):  # the second one after what the first has left, a bad step too
+        nan = kind == "nan" and number == 0
+        if number == 1:  # which nobody ends
+            fk.begin_step(parts, sync=sync).add(rows(parts, kind)[:2], loss_of)
+        totals = fk.accumulate(
+            whole, rows(whole, kind), FirstIsNan() if nan else loss_of, sync=sync
+        )
+        whole, expected = finish(whole, totals)
+        batches, loss_fn = iter(rows(parts, kind)), FirstIsNan() if nan else loss_of
+        with fk.begin_step(parts, sync=sync) as step:
+            for call, size in enumerate(cut, start=1):
+                part = [next(batches) for _ in range(size)]
+                step.add(part, loss_fn, last=knows_last and call == len(cut))
+                if parts.layout.stages is None:  # as rollouts do between two calls
+                    torch.rand(5)
+                    with torch.no_grad():
+                        parts.model(torch.zeros(1, 16, dtype=torch.long))
+        assert step.micro_batches == sum(cut)
+        parts, results = finish(parts, step.totals)
+        assert results.keys() == expected.keys()
+        # A block that runs twice reduces twice in a last backward, and once at an end.
+        twice = kind == "odd" and layout and not knows_last
+        for name, value in expected.items():
+            found, wanted = (each.nan_to_num(7e7).double() for each in (results[name], value))
+            same = torch.allclose(found, wanted, 1e-4, 1e-6) if twice else found.equal(wanted)
+            assert same, f"{name} in step {number}"
+
+
+HSDP = {"dp_replicate": 2, "dp_shard": 1}
+CELLS = [
+    ("experts", {}, (1, 2, 1), {}, "last"),
+    ("odd", {}, (1, 3), {}, "last"),
+    ("odd", {"dp_shard": 2}, (1, 1, 2), {"blocks": "layers"}, "last"),
+    ("nan", {"dp_shard": 2}, (1, 3), {"precision": "bf16"}, "last"),
+    ("odd", {"dp_shard": 2}, (2, 2), {"precision": "bf16", "blocks": "layers"}, "last"),
+    ("no targets", {"dp_shard": 2}, (1, 3), {}, "every"),
+    ("dora", HSDP, (3, 1), {}, "hsdp_last"),
+    ("odd", HSDP, (1, 3), {"precision": "bf16", "blocks": "layers"}, "hsdp_last"),
+    ("dense", {"tp": 2}, (2, 2), {}, "last"),
+    ("dense", {"cp": 2}, (2, 2), {}, "last"),
+    ("experts", {"dp_shard": 2, "ep": 2}, (2, 2), {}, "last"),
+    ("dense", {"pp": 2}, (2, 2), {"pipeline_schedule": "zbv"}, "last"),
+]
+
+
+@pytest.mark.parametrize("knows_last", [True, False], ids=["last", "end"])
+@pytest.mark.parametrize(("kind", "layout", "cut", "options", "sync"), CELLS)
+def test_several_parts_are_one_call_to_the_bit(kind, layout, cut, options, sync, knows_last):
+    world = math.prod(size for name, size in layout.items() if name != "ep")
+    run_again(compare, world, kind, layout, cut, options, sync, knows_last)
+
+
+def has_gradients(state):
+    return any(p.grad is not None for p in state.model.parameters())
+
+
+def refusals(rank, world):
+    state = lay_out(fk.Transformer(EVEN)) if world > 1 else alone(fk.Transformer(EVEN))
+
+    def fail(model, batch):
+        raise KeyError("reward")
+
+    def refused(step, phase):
+        for use in (lambda: step.add(rows(state), loss_of), step.end, step.__enter__, step.abandon):
+            with pytest.raises(ValueError, match=f"this step is {phase}.*forgekit.begin_step"):
+                use()
+
+    def none(step):
+        step.add([], loss_of)
+        with pytest.raises(ValueError, match="the step is in progress, and its totals come with"):
+            _ = step.totals
+
+    def failing(step):
+        step.add(rows(state)[:1], loss_of)
+        step.add(rows(state)[1:], fail)
+
+    def interrupted(step):
+        step.add(rows(state)[:1], loss_of)
+        raise KeyError("queue")
+
+    def broken(use, error, match):
+        with pytest.raises(error, match=match), fk.begin_step(state) as step:
+            use(step)
+        refused(step, "abandoned")
+        assert not has_gradients(state)
+        return step
+
+    broken(none, ValueError, "got no micro-batch")
+    broken(failing, KeyError, "reward")
+    step = broken(interrupted, KeyError, "queue")
+    with pytest.raises(ValueError, match="the step is abandoned, and its totals"):
+        _ = step.totals
+    step = fk.begin_step(state)
+    step.add(rows(state)[:1], loss_of)
+    step.abandon()
+    assert not has_gradients(state)
+    with fk.begin_step(state) as step:
+        step.add(rows(state)[:1], loss_of, last=True)
+        with pytest.raises(ValueError, match="the last call of this step had last=True"):
+            step.add(rows(state)[1:], loss_of)
+    refused(step, "over")
+    cleared = fk.begin_step(state)
+    cleared.add(rows(state)[:1], loss_of)
+    totals = fk.accumulate(state, rows(state), loss_of)  # as a look at gradients in between
+    refused(cleared, "cleared")
+    assert has_gradients(state)
+    assert totals["targets"] > 0
+    # After all of that a step is what it always is.
+    fresh = lay_out(fk.Transformer(EVEN)) if world > 1 else alone(fk.Transformer(EVEN))
+    wanted, here = (mean_gradients(each, rows(each), loss_of) for each in (fresh, state))
+    assert all(torch.equal(here[name], value) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_is_used_once_and_within_its_block(world):
+    run_again(refusals, world)
+
+
+class Server:
+    """Takes one request at a time, as a service for training does."""
+
+    def __init__(self, state):
+        self.state, self.step = state, None
+
+    def forward_backward(self, batches):
+        self.step = self.step or fk.begin_step(self.state)
+        self.step.add(batches, loss_of)
+
+    def optim_step(self):
+        totals = fk.reduce_totals(self.step.end(), self.state)
+        self.state, self.step = (
+            fk.update(self.state, fk.clip(totals, max_norm=1.0), lr=0.01, totals=totals),
+            None,
+        )
+        return totals["targets"]
+
+
+def serve(rank, world):
+    whole, served = (build_state("dense", {"dp_shard": 2}, {}) for _ in range(2))
+    server, batches = Server(served), rows(served)
+    for _ in range(2):
+        totals = fk.accumulate(whole, rows(whole), loss_of)
+        whole, expected = finish(whole, totals)
+        server.forward_backward(batches[:1])
+        server.forward_backward(batches[1:])
+        assert torch.equal(server.optim_step(), expected["targets"])
+        for name, parameter in server.state.model.named_parameters():
+            assert torch.equal(full(parameter.detach()), expected[f"updated {name}"])
+    with ExitStack() as stack:  # entered and left by hand
+        step = stack.enter_context(fk.begin_step(whole))
+        step.add(batches, loss_of)
+    assert step.totals.samples == 16
+
+
+def test_a_server_ends_a_step_with_a_call_that_brings_nothing():
+    run_again(serve, 2)
+
+
+def seeds(rank, world, layout):
+    """What each of two micro-batches begins to draw from, on this rank."""
+    state, seen = lay_out(fk.Transformer(EVEN), layout), []
+
+    def loss_fn(model, batch):
+        seen.append(torch.initial_seed())
+        return loss_of(model, batch)
+
+    fk.accumulate(state, rows(state)[:2], loss_fn)
+    return seen[-2:]  # before them a pipeline rehearses
+
+
+@pytest.mark.parametrize(("name", "count"), [("dp_shard", 4), ("cp", 4), ("pp", 4), ("tp", 2)])
+def test_dropout_draws_other_numbers_for_other_rows_positions_and_layers(name, count):
+    assert len({seed for by_rank in run_again(seeds, 2, {name: 2}) for seed in by_rank}) == count
