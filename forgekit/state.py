@@ -170,13 +170,13 @@ class SaveHandle:
 
 @attrs.define(eq=False)
 class StepHandle:
-    """Which step is in progress; every state that follows from another has the same handle.
+    """Whose gradients the parameters hold; a state that follows from another has its handle.
 
     Attributes:
-        in_progress: What ``begin_step`` returned last, until it ends: gradients are its alone.
+        latest: What ``begin_step`` returned last.
     """
 
-    in_progress: Any = None
+    latest: Any = None
 
 
 @attrs.frozen(kw_only=True, slots=True, eq=False)

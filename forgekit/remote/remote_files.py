@@ -6,7 +6,7 @@ import importlib
 import io
 import os
 from pathlib import Path, PurePosixPath
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, BinaryIO, TypeAlias, cast
 
 import attrs
@@ -14,7 +14,7 @@ import attrs
 from forgekit.environment import require
 from forgekit.remote.urls import Url, fs_of, retried
 
-COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": ""}
+COMPRESSED = MappingProxyType({".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": ""})
 """Python's module for each suffix; pyarrow reads zstd."""
 
 FETCHED_BYTES = 2**23

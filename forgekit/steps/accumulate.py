@@ -1,8 +1,10 @@
 """Forward and backward over a step's micro-batches, pulled one at a time.
 
 No micro-batch's size or count divides anything here, so none has to be known before its turn: a
-rollout stream is not drained early, and no collective runs per micro-batch. What comes out are raw
-sums; ``reduce_totals`` adds them over the ranks and ``clip`` computes the one factor to apply.
+rollout stream is not drained early, and ranks need not agree on counts. What comes out are raw
+sums: gradients of summed losses times the loss scale, which keeps 16-bit gradients in range, and
+``Totals``. ``reduce_totals`` adds the totals over the ranks and takes the gradient's norm; ``clip``
+computes the one factor that divides, clips and takes the loss scale out again.
 """
 
 from __future__ import annotations
@@ -135,19 +137,19 @@ class StepInProgress:
         layout = state.layout
         self._state = state
         self._sharded = FsdpStep(layout.roots(state.model), sync)
+        self._steps = state.steps
+        self._steps.latest = self  # an earlier step's gradients are cleared now
         self._sharded.begin()
         _check_parameters(state, self._sharded)
-        self._steps = state.steps
-        self._steps.in_progress = self
         stages = [] if layout.stages is None else layout.stages.modules
         modules = state.model.modules() if stages else self._sharded.walked
         device = state.targets.device
         self._routers = StepRouters(modules, state.loss_scale, device, stages)
         self._sums = LossSums(device)
         self._samples = 0
-        self._is_counted = True
+        self._rows_are_samples = True
         self._shares: tuple[tuple[Any, Any], ...] = ()
-        self._had_last = self._is_reduced = False
+        self._had_last = self._had_last_backward = False
         self._phase: Literal["in progress", "over", "abandoned", "cleared"] = "in progress"
         self._totals: Totals | None = None
 
@@ -179,13 +181,14 @@ class StepInProgress:
 
         Args:
             batches: See ``accumulate``; may be empty.
-            loss_fn: ``loss_fn(model, batch) -> Loss``; another one in each call if need be.
+            loss_fn: ``loss_fn(model, batch) -> Loss``; may differ between calls. All sums have one
+                divisor, the step's number of targets.
             last: Whether this is the step's last call: gradients are then reduced inside of its
                 last backward, beside computation. Left out, the end of the step reduces them.
 
         Raises:
             ValueError: If the step is over, was abandoned, or had its last call; see
-                ``accumulate``. After an exception the step is abandoned.
+                ``accumulate``. An exception from a micro-batch abandons the step.
         """
         self._check_in_progress()
         if self._had_last:
@@ -198,14 +201,18 @@ class StepInProgress:
                     self._add_whole(batches, loss_fn, last)
                 else:
                     args = (self._state, batches, loss_fn, self._sums, self._routers)
-                    self._is_reduced = accumulate_staged(*args, is_last=last) and last
+                    self._had_last_backward = accumulate_staged(*args, is_last=last) and last
         except BaseException:
             self._abandon()
             raise
-        rows = (self._sums.rows - rows_before) * data_ranks(self._state.mesh)[1]
+        self._count_samples(batches, self._sums.rows - rows_before)
+
+    def _count_samples(self, batches: Iterable[TensorDictBase], rows: int) -> None:
+        """Count the rows of all data-parallel ranks, or the samples that the batches tell."""
+        _, world = data_ranks(self._state.mesh)
         samples, whole = samples_of(batches), whole_of(batches)
-        self._samples += rows if samples is None else samples
-        self._is_counted &= samples is None
+        self._samples += rows * world if samples is None else samples
+        self._rows_are_samples &= samples is None
         self._shares += () if whole is None else ((samples, whole),)
 
     def _add_whole(self, batches: Iterable[TensorDictBase], loss_fn: LossFn, last: bool) -> None:
@@ -214,17 +221,17 @@ class StepInProgress:
         first_number = first_number_of(batches)
         for number, (batch, is_end) in enumerate(_with_last(batches), start=self.micro_batches):
             is_last = is_end and last
-            sharded.before_forward(is_last)
+            sharded.before_forward(is_last)  # FSDP asks in forward whether backward reduces
             looking = NOTHING if number else self._checking_outputs()
             with named("forward"), self._routers.recording(), looking:
                 part = take_part(batch, state.layout, device)
                 seed_micro_batch(state, first_number + number)
                 loss = check_loss(compute_loss(state.model, part, loss_fn))
-            sharded.before_backward(number, is_last)
+            sharded.before_backward(number, is_last)  # fills in what FSDP misses of unused blocks
             with named("backward"):
                 loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
             self._sums.add(loss, rows=batch.batch_size[0])
-            self._is_reduced = is_last
+            self._had_last_backward = is_last
             del loss  # its metrics may hold what its graph holds
 
     def end(self) -> Totals:
@@ -241,7 +248,7 @@ class StepInProgress:
         except BaseException:
             self._abandon()
             raise
-        self._phase, self._steps.in_progress = "over", None
+        self._phase = "over"
         return self._totals
 
     def _end(self) -> Totals:
@@ -249,26 +256,32 @@ class StepInProgress:
             raise ValueError("a step got no micro-batch; every rank must provide at least one.")
         state, sums = self._state, self._sums
         # Before zeros are filled in: what was never reduced must not pass for unused.
-        unreduced = self._sharded.end(state.model, is_reduced=self._is_reduced)
+        unreduced = self._sharded.end(state.model, is_reduced=self._had_last_backward)
         _fill_unused(state)
         return sums.totals(
             state.loss_scale,
             self._samples,
             self._routers.sums(),
-            rows=sums.rows if self._is_counted else 0,
+            rows=sums.rows if self._rows_are_samples else 0,
             unreduced=tuple(unreduced),
             shares=self._shares,
         )
 
     def abandon(self) -> None:
-        """Clear what was accumulated, in place, and what FSDP holds back; an exception does so."""
-        self._check_in_progress()
-        self._abandon()
+        """Clear what was accumulated, in place, and what FSDP holds back; an exception does so.
+
+        May be called again, as by a server's ``except`` after ``add`` has raised.
+
+        Raises:
+            ValueError: If the step is over, or another one has begun.
+        """
+        if self._phase != "abandoned":
+            self._check_in_progress()
+            self._abandon()
 
     def _abandon(self) -> None:
         self._phase, self._totals = "abandoned", None
-        if self._steps.in_progress in (self, None):  # or they are the gradients of another step
-            self._steps.in_progress = None
+        if self._steps.latest is self:  # else they are the gradients of another step
             self._sharded.begin()
 
     def __enter__(self) -> Self:
@@ -286,12 +299,12 @@ class StepInProgress:
             self.end()
 
     def _check_in_progress(self) -> None:
-        if self._phase == "in progress" and self._steps.in_progress is not self:
+        if self._phase == "in progress" and self._steps.latest is not self:
             self._phase = "cleared"  # by another one that has begun
         if self._phase != "in progress":
             raise ValueError(
-                f"this step is {self._phase}. A step is used within its block, once, and before "
-                "another one begins; begin one with forgekit.begin_step(state)."
+                f"this step is {self._phase}. A step is used until its end and before another one "
+                "begins; begin one with forgekit.begin_step(state)."
             )
 
     def _checking_outputs(self) -> AbstractContextManager[object]:
@@ -362,7 +375,7 @@ def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBa
             )
         return
     iterator = iter(batches)
-    for batch in iterator:
+    for batch in iterator:  # the first; the inner loop takes the others
         previous = batch
         for following in iterator:
             yield previous, False

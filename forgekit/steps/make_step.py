@@ -55,14 +55,15 @@ def make_step(
 ) -> Callable[[StateT, Iterable[TensorDictBase]], tuple[StateT, TensorDict]]:
     """Build ``step(state, batches) -> (state, metrics)``.
 
-    The step is ``accumulate``, ``reduce_totals``, ``gradient_hook`` where there is one, ``clip``,
-    ``limit_spikes`` where it is asked for, ``update`` and ``step_metrics`` in that order, before
-    the first one ``audit``, and nothing else; write them out where something has to happen in
-    between.
+    The step is ``accumulate``, ``reduce_totals`` with the votes of ``stop`` and ``end``,
+    ``gradient_hook`` where there is one, ``clip``, ``limit_spikes`` where it is asked for,
+    ``update`` and ``step_metrics`` in that order, after ``audit`` before the first step of a
+    process, and nothing else; write them out where something has to happen in between.
 
     Args:
         loss_fn: ``loss_fn(model, batch) -> Loss``.
-        schedule: Learning rate as a pure function of the step number, which starts at 0.
+        schedule: Learning rate as a pure function of the step number, which starts at 0; one
+            ``with_phases`` follows the samples.
         max_norm: Upper bound of the gradient's global L2 norm; ``inf`` does not clip.
         sync: See ``accumulate``.
         stop: A ``StopSignal``; its vote travels in the step's one collective.
@@ -111,7 +112,7 @@ def make_step(
         if spikes is None:
             state = update(state, correction, lr=lr, totals=totals, total=total)
             return state, step_metrics(totals, correction, lr=lr).update(hook_metrics)
-        # Without asking the host: a spike is a bad step that only the device knows of.
+        # The host does not wait to learn whether this step was one: `kept` makes `update` skip it.
         kept, recent = limit_spikes(correction, totals, state.recent, spikes)
         state = donate(update(state, kept, lr=lr, totals=totals, total=total), recent=recent)
         metrics = step_metrics(totals, kept, lr=lr).update(hook_metrics)
