@@ -16,10 +16,15 @@ TARGET = TESTS.parent / "docs" / "proofs.md"
 HEAD = """\
 # What is proven where
 
-Each cell is a test on real ranks that compares every parameter's gradient, and parameters after
-optimizer steps, with one process in full batch: **●** in every run of `make test`, ○ in
-`make oracle` alone, empty: in none of these tables. `python tests/distributed/proofs.py` writes
-this page from the tables that the tests walk. The errors themselves are in {doc}`layouts`.
+This page answers whether your layout is tested together with your options.
+
+1. Find the row of your layout: `fsdp2-tp2-cp2` is `mesh.dp_shard=2 mesh.tp=2 mesh.cp=2`.
+2. Read your options' columns: **●** runs in `make test`, ○ in `make oracle`, an empty cell never.
+3. No such row? `forgekit verify my.py mesh.tp=2` tests your model in your layout ({doc}`verify`).
+
+Each cell is a test on real ranks. It compares every parameter's gradient, and the parameters after
+optimizer steps, with one process in full batch. The errors are in {doc}`layouts`. `python
+tests/distributed/proofs.py` writes this page from the tables that the tests walk.
 
 """
 COLUMNS: dict[str, Callable[[Any], bool]] = {

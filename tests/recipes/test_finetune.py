@@ -76,6 +76,9 @@ def test_the_path_of_the_readme_leads_to_a_model_that_answers(tmp_path, monkeypa
         run_here(Path(recipe).stem, given)
     shown = capsys.readouterr().err
     assert "exported to runs/tuned" in shown
+    *_, loss = re.findall(r"100/100  loss (\S+)", shown)
+    *_, (held_out, targets) = re.findall(r"heldout/loss (\S+) .*targets (\S+)", shown)
+    assert (float(loss) < 0.25, float(held_out) > 6, float(targets)) == (True, True, 35)
     exec(compile(script, "README.md", "exec"), {})
     answer = capsys.readouterr().out.strip()
     lines = [json.loads(line)["messages"] for line in CHATS.read_text().splitlines()]
