@@ -49,6 +49,7 @@ CLAIMS = {
     "own_optimizer": lambda first, last, skipped, moved: (
         last < first / 100 and (skipped, moved) == (1, 0)
     ),
+    "own_parameters": lambda *n: n[::2] == (2, 2) and 0 < max(n[1::2]) < 1e-12,
     "own_source": lambda: True,
     "own_tracker": lambda *n: n[::3] == (10, 20, 30, 40) and n[-2] < n[1] / 10,
     "preemption": lambda google, _, __, amazon, azure: google == amazon == azure == 2,
