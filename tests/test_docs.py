@@ -39,7 +39,13 @@ def test_pictures_are_drawn_from_the_code(tmp_path):
 
 @pytest.mark.parametrize(
     ("page", "least"),
-    [("data.md", 40), ("huggingface.md", 20), ("porting.md", 15), ("heads.md", 20)],
+    [
+        ("data.md", 40),
+        ("huggingface.md", 20),
+        ("porting.md", 15),
+        ("heads.md", 20),
+        ("server.md", 15),
+    ],
 )
 def test_the_examples_of_a_page_run(page, least, tmp_path, monkeypatch):
     """One after the other, in an empty folder: each goes on where the one before it ended."""
