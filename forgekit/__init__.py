@@ -53,6 +53,7 @@ if _TYPE_CHECKING:
     from forgekit.optim.lion import lion as lion
     from forgekit.optim.schedule_free import schedule_free as schedule_free
     from forgekit.optim.chain import chain_optimizers as chain_optimizers
+    from forgekit.optim.optimizer import optimizer as optimizer
     from forgekit.optim.average import EMA as EMA, UniformAverage as UniformAverage
     from forgekit.optim.lr_schedules import (
         constant as constant,
@@ -191,6 +192,7 @@ _NAMES = _MappingProxyType(
         "optim.lion": "lion",
         "optim.schedule_free": "schedule_free",
         "optim.chain": "chain_optimizers",
+        "optim.optimizer": "optimizer",
         "optim.average": "EMA UniformAverage",
         "optim.lr_schedules": "constant join_schedules rex warmup_cosine with_phases wsd",
         "parallel.fsdp": "Precision",

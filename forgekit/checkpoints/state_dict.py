@@ -5,8 +5,9 @@ Tensors have flat keys: ``model.<name>``, ``optimizer.<parameter name>.<entry>``
 a dict is ``{"$dict": [[key, value], ...]}``, lists and tuples are ``{"$list": [...]}`` and
 ``{"$tuple": [...]}``, and ``{"$tensor": key}`` stands for a tensor. Optimizer state is filed under
 parameter names, never under positions, so that it finds its parameter again when groups are
-reordered or another rank holds it. The trees also say which tensors there are: loading builds what
-a fresh optimizer does not have yet.
+reordered or another rank holds it; that of whole matrices, which one rank owns, also under the
+matrix's number in its stack. The trees also say which tensors there are: loading builds what a
+fresh optimizer does not have yet.
 
 A sharded tensor is written in chunks, each by one of the ranks that hold it; the description says
 which part of the whole a chunk is, so that any layout can read it. What each rank has for itself,
@@ -19,8 +20,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import attrs
@@ -35,6 +37,8 @@ from forgekit.checks import differences
 from forgekit.model.lora import lora_layers
 from forgekit.optim.average import average_of
 from forgekit.optim.chain import Chained
+from forgekit.optim.groups import name_of
+from forgekit.optim.optimizer import Composed
 from forgekit.ranks import CheckpointError
 from forgekit.safetensors_files import DTYPES
 from forgekit.state import TrainState
@@ -73,7 +77,8 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
         - ``boxes``: where this rank's part of a sharded tensor begins, and its size; None if whole;
         - ``optimizer``: for each parameter that the optimizer holds, its entries as trees. One
           without state is there too, so that a forgotten parameter can be told from a new one;
-        - ``steppers``: the class of the optimizer that steps each of them, of a chain the member's;
+        - ``steppers``: what steps each of them: the class of the optimizer, of several the
+          member's, or the names of its transforms;
         - ``model``: the facts of its ``spec`` that no shape shows, such as the number of heads;
         - ``adapters``: those of each adapter, by the name of its first factor;
         - ``fields``: the other fields of the state as trees.
@@ -141,6 +146,9 @@ def merge(descriptions: Iterable[dict[str, Any]]) -> dict[str, Any]:
     # Of tensors and optimizer entries the first rank's win as well: it comes last in the union.
     merged, *others = [dict(description) for description in descriptions]
     for other in others:
+        for name in other["optimizer"].keys() & merged["optimizer"].keys():
+            pair = merged["optimizer"][name], other["optimizer"][name]
+            merged["optimizer"] = merged["optimizer"] | {name: _join_entries(*pair)}
         for part in ("tensors", *_BY_NAME):
             merged[part] = other[part] | merged[part]
         trees = {name: _per_rank(tree) for name, tree in other["fields"].items()}
@@ -151,6 +159,19 @@ def merge(descriptions: Iterable[dict[str, Any]]) -> dict[str, Any]:
         }
     del merged["boxes"]
     return merged
+
+
+def _join_entries(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """Join one parameter's entries; of a dict, ranks may hold different items."""
+    joined = second | first
+    for key in first.keys() & second.keys():
+        nodes = [
+            node.get("$dict") if isinstance(node, dict) else None
+            for node in (second[key], first[key])
+        ]
+        if None not in nodes:
+            joined[key] = {"$dict": [*dict(chain(*nodes)).items()]}
+    return joined
 
 
 def rename(manifest: dict[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
@@ -474,12 +495,11 @@ def check_optimizer_state(state: TrainState) -> set[str]:
     """
     optimizer = state.optimizer
     _check_inner(optimizer)
-    members = optimizer.members if isinstance(optimizer, Chained) else (optimizer,)
     if state.step <= int(state.skipped):  # after bad steps alone no optimizer has any state
         return set()
     return {
         f"{number} {type(member).__name__}"
-        for number, member in enumerate(members)
+        for number, member in enumerate(_members(optimizer))
         if not _may_lack_state(member)
         and not any(optimizer.state.get(p) for g in member.param_groups for p in g["params"])
     }
@@ -515,14 +535,23 @@ def _allocate_optimizer(
     state: TrainState, manifest: dict[str, Any], tensors: dict[str, Tensor]
 ) -> dict[Tensor, dict[str, Any]]:
     groups = {p: group for group in state.optimizer.param_groups for p in group["params"]}
+    composed = [member for member in _members(state.optimizer) if isinstance(member, Composed)]
+    owned = {p: numbers for member in composed for p, numbers in member.owned().items()}
     optimizer: dict[Tensor, dict[str, Any]] = {}
     for name, parameter in _optimizer_parameters(state).items():
         make = partial(_new_tensor, manifest["tensors"], parameter, groups[parameter])
         before = state.optimizer.state.get(parameter, {})
-        if entries := manifest["optimizer"][name]:
-            optimizer[parameter] = {
-                key: decode(node, before.get(key), tensors, make) for key, node in entries.items()
-            }
+        if entries := dict(manifest["optimizer"][name]):
+            optimizer[parameter] = kept = {}
+            for key, node in entries.items():
+                if parameter in owned and isinstance(node, dict) and "$dict" in node:
+                    # Whole matrices, on their owner alone.
+                    mine = [pair for pair in node["$dict"] if pair[0] in owned[parameter]]
+                    like = dict.fromkeys(owned[parameter], local(parameter).new_empty(0))
+                    whole = partial(_new_tensor, manifest["tensors"], None, {})
+                    kept[key] = decode({"$dict": mine}, like, tensors, whole)
+                else:
+                    kept[key] = decode(node, before.get(key), tensors, make)
     return optimizer
 
 
@@ -539,11 +568,15 @@ def _optimizer_parameters(state: TrainState) -> dict[str, nn.Parameter]:
 
 
 def _steppers(state: TrainState) -> dict[str, str]:
-    """Return by a parameter's name the class of the optimizer, or the chain's member, it is of."""
-    members = state.optimizer.members if isinstance(state.optimizer, Chained) else [state.optimizer]
+    """Return by a parameter's name what steps it."""
+    members = _members(state.optimizer)
     steppers = {p: m for m in members for group in m.param_groups for p in group["params"]}
     named = _optimizer_parameters(state).items()
-    return {name: type(steppers[parameter]).__qualname__ for name, parameter in named}
+    return {name: name_of(steppers[parameter]) for name, parameter in named}
+
+
+def _members(optimizer: Optimizer) -> Sequence[Optimizer]:
+    return optimizer.members if isinstance(optimizer, Chained) else (optimizer,)
 
 
 def _may_lack_state(optimizer: Any) -> bool:

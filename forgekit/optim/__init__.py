@@ -5,6 +5,23 @@ from forgekit.optim.muon import Muon
 from forgekit.optim.lion import Lion
 from forgekit.optim.schedule_free import ScheduleFree
 from forgekit.optim.average import Average
+from forgekit.optim.transforms import (
+    At,
+    Transform,
+    adam,
+    cautious_decay,
+    cautious_mask,
+    clip_norm,
+    clip_value,
+    decay,
+    lion_sign,
+    momentum,
+    scale,
+    stochastic_rounding,
+    transform,
+    trust_ratio,
+)
+from forgekit.optim.matrices import adafactor, orthogonal, row_norm, soap
 from forgekit.optim.lr_schedules import Schedule, cosine, linear, warmup, warmup_linear
 
 __all__ = [
@@ -15,6 +32,24 @@ __all__ = [
     "Lion",
     "ScheduleFree",
     "Average",
+    "At",
+    "Transform",
+    "transform",
+    "momentum",
+    "adam",
+    "lion_sign",
+    "orthogonal",
+    "row_norm",
+    "soap",
+    "adafactor",
+    "cautious_mask",
+    "clip_value",
+    "clip_norm",
+    "trust_ratio",
+    "decay",
+    "cautious_decay",
+    "scale",
+    "stochastic_rounding",
     "Schedule",
     "cosine",
     "linear",

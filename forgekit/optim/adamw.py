@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ from torch.optim import Optimizer
 
 from forgekit.optim.groups import check_decay_rates, decay_groups
 from forgekit.optim.shards import global_indices
-from forgekit.optim.step_each import State, call_closure, is_skipped, step_one, zeros
-from forgekit.tensors import local
+from forgekit.optim.step_chain import step_chain
+from forgekit.optim.transforms import Transform, adam, decay
 
 
 def adamw(
@@ -98,41 +97,22 @@ class StochasticAdamW(Optimizer):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0}
         super().__init__(params, defaults)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters; return what ``closure``, called once, returned."""
-        loss, skip = call_closure(closure), is_skipped(self)
-        for group in self.param_groups:
-            for parameter, key in zip(group["params"], group["keys"], strict=True):
-                if parameter.grad is not None:
-                    rule = partial(_rule, parameter, key)
-                    step_one(self, group, parameter, rule, _init, skip)
-        return loss
+
+        def chain_of(group: dict[str, Any]) -> tuple[Transform, ...]:
+            return adam(*group["betas"], group["eps"]), decay()
+
+        return step_chain(self, chain_of, closure, finish=round_values)
 
 
-def _rule(
-    parameter: nn.Parameter,
-    key: int,
-    values: Tensor,
-    gradient: Tensor,
-    state: State,
-    group: dict[str, Any],
-) -> tuple[Tensor, State]:
-    (beta1, beta2), lr = group["betas"], group["lr"]
-    step = state["step"] + 1
-    mean = torch.lerp(state["exp_avg"], gradient, 1 - beta1)
-    squares = (beta2 * state["exp_avg_sq"]).addcmul_(gradient, gradient, value=1 - beta2)
-    root = (squares / (1 - beta2**step)).sqrt_().add_(group["eps"])
-    moved = values * (1 - lr * group["weight_decay"])
-    moved -= lr / (1 - beta1**step) * (mean / root)
-    if parameter.dtype == torch.bfloat16:
-        moved = round_stochastically(moved, global_indices(parameter), key, step)
-    return moved, {"step": step, "exp_avg": mean, "exp_avg_sq": squares}
-
-
-def _init(parameter: nn.Parameter) -> dict[str, Any]:
-    step = torch.zeros((), dtype=torch.float64, device=local(parameter).device)
-    return {"step": step, **zeros("exp_avg", "exp_avg_sq")(parameter)}
+def round_values(group: dict[str, Any], parameter: Tensor, values: Tensor, step: Tensor) -> Tensor:
+    """Round a bfloat16 parameter's next values, if its group has ``keys``."""
+    if "keys" not in group or parameter.dtype != torch.bfloat16:
+        return values
+    keys = zip(group["params"], group["keys"], strict=True)
+    key = next(key for other, key in keys if other is parameter)
+    return round_stochastically(values, global_indices(parameter), key, step)
 
 
 def key_of(seed: int, name: str) -> int:

@@ -68,8 +68,8 @@ def parameters_by_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str,
         optimizer: Its optimizer, a chain of several or one.
 
     Returns:
-        Names of parameters by the class of the optimizer that steps them, those of trainable
-        parameters that nobody steps under ``"none"``.
+        Names of parameters by the class of the optimizer, or the transforms of the chain, that
+        steps them, those of trainable parameters that nobody steps under ``"none"``.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
@@ -77,12 +77,17 @@ def parameters_by_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str,
         {'Optimizer': ['0.weight'], 'none': ['1.weight']}
     """
     members = optimizer.members if isinstance(optimizer, Chained) else (optimizer,)
-    steps = {p: type(m).__name__ for m in members for g in m.param_groups for p in g["params"]}
-    by_optimizer: dict[str, list[str]] = {type(member).__name__: [] for member in members}
+    steps = {p: name_of(m) for m in members for g in m.param_groups for p in g["params"]}
+    by_optimizer: dict[str, list[str]] = {name_of(member): [] for member in members}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad or parameter in steps:
             by_optimizer.setdefault(steps.get(parameter, "none"), []).append(name)
     return by_optimizer
+
+
+def name_of(optimizer: Optimizer) -> str:
+    """Name an optimizer: its chain of transforms, or its class."""
+    return getattr(optimizer, "label", type(optimizer).__qualname__)
 
 
 def roles_of(model: nn.Module, table: Mapping[str, str] | None = None) -> dict[str, str]:

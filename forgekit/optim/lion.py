@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from forgekit.optim.groups import check_decay_rates, decay_groups
-from forgekit.optim.step_each import State, step_each, zeros
+from forgekit.optim.step_chain import step_chain
+from forgekit.optim.transforms import decay, lion_sign
 
 
 def lion(
@@ -56,17 +56,6 @@ class Lion(Optimizer):
         check_decay_rates(*betas)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters; return what ``closure``, called once, returned."""
-        return step_each(self, _rule, zeros("exp_avg"), closure)
-
-
-def _rule(
-    values: Tensor, gradient: Tensor, state: State, group: dict[str, Any]
-) -> tuple[Tensor, State]:
-    (kept, kept_on), mean = group["betas"], state["exp_avg"]
-    sign = (kept * mean).add_(gradient, alpha=1 - kept).sign_()
-    decayed = values * (1 - group["lr"] * group["weight_decay"])
-    next_mean = (kept_on * mean).add_(gradient, alpha=1 - kept_on)
-    return decayed.add_(sign, alpha=-group["lr"]), {"exp_avg": next_mean}
+        return step_chain(self, lambda group: (lion_sign(*group["betas"]), decay()), closure)

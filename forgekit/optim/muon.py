@@ -2,36 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.optim import Optimizer
 
 from forgekit.checks import check_integers
+from forgekit.optim import transforms
 from forgekit.optim.chain import Chained, chain_optimizers
 from forgekit.optim.groups import check_decay_rates, check_patterns, decay_groups, roles_of
-from forgekit.optim.orthogonalize import orthogonalize, share_matrices
-from forgekit.optim.shards import splits_of
-from forgekit.optim.step_each import (
-    call_closure,
-    gradients_of,
-    is_skipped,
-    keep_or_write,
-    with_gradient,
-    zeros,
-)
-from forgekit.tensors import local
-
-AdjustLr = Literal["match_rms_adamw", "original"]
-
-CACHED = 2**18
-"""Elements of matrices that a CPU iterates at once: copies of more do not stay in its caches."""
+from forgekit.optim.matrices import AdjustLr, orthogonal
+from forgekit.optim.step_chain import step_chain
+from forgekit.optim.transforms import Transform
 
 
 def muon(
@@ -148,7 +133,6 @@ class Muon(Optimizer):
         defaults |= {"ns_steps": ns_steps, "ns_dtype": ns_dtype}
         super().__init__(params, defaults)
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all matrices, those of one shape and layout at once; all ranks call it.
 
@@ -158,83 +142,16 @@ class Muon(Optimizer):
         Returns:
             What the closure returned, else None.
         """
-        loss, start = call_closure(closure), 0
-        for group in self.param_groups:
-            alike: dict[Any, list[nn.Parameter]] = {}
-            for parameter in with_gradient(group):
-                alike.setdefault(_kind(parameter), []).append(parameter)
-            for parameters in chain.from_iterable(map(_portions, alike.values())):
-                self._step_alike(group, parameters, start)
-                start += len(parameters)
-        return loss
-
-    def _step_alike(
-        self, group: dict[str, Any], parameters: list[nn.Parameter], start: int
-    ) -> None:
-        skip = is_skipped(self)
-        shards = [local(parameter) for parameter in parameters]
-        moments = [local(self._momentum(parameter)) for parameter in parameters]
-        gradients = gradients_of(self, parameters)
-        mixed = torch._foreach_lerp(moments, gradients, 1 - group["momentum"])
-        ahead = mixed
-        if group["nesterov"]:
-            ahead = torch._foreach_lerp(gradients, mixed, group["momentum"])
-        updates = self._orthogonal(group, parameters[0], ahead, start)
-        wider = [shard.to(moment.dtype) for shard, moment in zip(shards, moments, strict=True)]
-        moved = torch._foreach_mul(wider, 1 - group["lr"] * group["weight_decay"])
-        torch._foreach_add_(moved, [*updates], alpha=-group["lr"])
-        for old, new in zip([*shards, *moments], [*moved, *mixed], strict=True):
-            keep_or_write(skip, old, new)
-
-    def _momentum(self, parameter: nn.Parameter) -> Tensor:
-        entries = self.state[parameter]
-        if not entries:
-            entries.update(zeros("momentum_buffer")(parameter))
-        return entries["momentum_buffer"]
-
-    def _orthogonal(
-        self, group: dict[str, Any], like: nn.Parameter, gradients: Sequence[Tensor], start: int
-    ) -> Tensor:
-        """Orthogonalise alike matrices, ``[n ...]`` as their shards, scaled for their shape."""
-        o, i = like.shape[-2:]
-        rows = group["rows"] or (o,)
-        factor = FACTORS[group["adjust_lr"]]
-        scales = [factor(part, i) for part in rows]
-
-        def compute(matrices: Tensor) -> Tensor:
-            return orthogonalize(matrices, steps=group["ns_steps"], scales=scales, rows=rows)
-
-        mesh = like.device_mesh if isinstance(like, DTensor) else None
-        stacked = torch.stack([gradient.to(group["ns_dtype"]) for gradient in gradients])
-        shape, home = stacked.shape, stacked.device
-        if mesh is not None and mesh.device_type != home.type:  # shards may live on the host
-            stacked = stacked.to(mesh.device_type)
-        # Ranks that hold whole matrices of a stack have nothing to exchange for that.
-        splits = [split for split in splits_of(like) if split.dim is None or split.dim >= -2]
-        shared = share_matrices(stacked.flatten(0, -3), splits, mesh, compute, start)
-        return shared.view(shape).to(home)
+        return step_chain(self, _chain_of, closure)
 
 
-FACTORS: Mapping[str, Callable[[int, int], float]] = {
-    "match_rms_adamw": lambda o, i: 0.2 * math.sqrt(max(o, i)),
-    "original": lambda o, i: math.sqrt(max(1.0, o / i)),
-}
-"""By what the update of an ``[o i]`` matrix is multiplied."""
-
-
-def _kind(parameter: nn.Parameter) -> Any:
-    """What matrices have in common that are iterated at once."""
-    if isinstance(parameter, DTensor):
-        return parameter.shape, parameter.dtype, parameter.device_mesh, parameter.placements
-    return parameter.shape, parameter.dtype, parameter.device
-
-
-def _portions(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """As many at once as the caches of a CPU hold; elsewhere, and shared among ranks, all."""
-    first = parameters[0]
-    is_cached = first.device.type == "cpu" and not isinstance(first, DTensor)
-    size = max(1, CACHED // first.numel()) if is_cached else len(parameters)
-    return (parameters[start : start + size] for start in range(0, len(parameters), size))
+def _chain_of(group: dict[str, Any]) -> tuple[Transform, ...]:
+    options = {"steps": group["ns_steps"], "dtype": group["ns_dtype"]}
+    return (
+        transforms.momentum(group["momentum"], nesterov=group["nesterov"]),
+        orthogonal(adjust_lr=group["adjust_lr"], **options),
+        transforms.decay(group["weight_decay"]),
+    )
 
 
 def _check_matrix(name: str, parameter: nn.Parameter) -> None:

@@ -73,6 +73,8 @@ def update(
         )
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
+        if "state_step" in group:  # periods of transforms follow the run, resumed or not
+            group["state_step"] = state.step
     _step_optimizer(state.optimizer, correction)
     rebalance(state.model, totals.sums, correction.finite, state.step, total)
     if state.mesh is not None:  # what is gathered is old now

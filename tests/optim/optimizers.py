@@ -32,6 +32,58 @@ def join(model):
     return fk.chain_optimizers(muon, rest)
 
 
+def subtract_mean(directions, state, at):
+    """Whole: reads the values too, and its state is smaller than a matrix."""
+    means = [m.lerp(d.mean(), 0.5) for m, d in zip(state["means"], directions, strict=True)]
+    pairs = zip(directions, means, at.values, strict=True)
+    return [(d - m) * (1 + w.mean(0)) for d, m, w in pairs], {"means": means}
+
+
+def divide_by_norm(directions, state, at):
+    """Summed: of each whole parameter."""
+    norms = [n.sqrt() for n in at.total([d.square().sum() for d in directions])]
+    return [d / n.clamp(min=1e-9) for d, n in zip(directions, norms, strict=True)], state
+
+
+OWN = (
+    fk.optim.transform(subtract_mean, state={"means": lambda w: w.new_zeros(())}, whole=True),
+    fk.optim.transform(divide_by_norm),
+)
+parts = fk.optim
+EXACT = {"dtype": torch.float64, "coefficients": "polar_express"}
+CHAINS = {
+    "normuon": {
+        "matrix": (
+            parts.momentum(warmup=3),
+            parts.orthogonal(**EXACT),
+            parts.row_norm(),
+            parts.cautious_decay(),
+        ),
+        "*": (parts.adam(), parts.decay(), parts.scale(2.0)),
+    },
+    "soap": {
+        "matrix": (parts.soap(every=3), parts.clip_value(3.0), parts.decay()),
+        "norm": (parts.lion_sign(),),
+        "*": (
+            parts.adam(),
+            parts.cautious_mask(),
+            parts.trust_ratio(),
+            parts.clip_norm(0.5),
+            parts.decay(),
+        ),
+    },
+    "own": {
+        "matrix": (parts.momentum(nesterov=False), *OWN, parts.decay()),
+        "embedding": (parts.adafactor(), parts.momentum()),
+        "*": (OWN[1], parts.adam(), parts.decay()),
+    },
+}
+
+
+def compose(name):
+    return lambda model: fk.optimizer(model, CHAINS[name])
+
+
 BUILDERS = {
     "adamw": lambda model: fk.adamw(model, weight_decay=0.1),
     "stochastic": lambda model: fk.adamw(model, weight_decay=0.1, stochastic_rounding=True, seed=4),
@@ -40,6 +92,7 @@ BUILDERS = {
     "schedule_free": lambda model: fk.schedule_free(model, weight_decay=0.1),
     "chain": join,
     "rms": rms,
+    **{name: compose(name) for name in CHAINS},
 }
 DTYPES = dict.fromkeys(BUILDERS, torch.float64) | {"stochastic": torch.bfloat16}
 
@@ -60,6 +113,8 @@ def step_with(model, optimizer, step, *, bad=False, lr=0.01):
     """One step with the gradients of a number; a bad one has NaN and is skipped on the device."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
+        if "state_step" in group:
+            group["state_step"] = step
     for name, parameter in model.named_parameters():
         whole = gradient(name, parameter.shape, step, parameter.dtype)
         whole = whole.fill_(torch.nan) if bad else whole
@@ -79,13 +134,15 @@ def parameters_of(model):
 
 
 def entries_of(model, optimizer):
-    """Tensors of the optimizer's state, whole, by parameter and entry."""
-    return {
-        f"{name}.{key}": full(value).clone()
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, torch.Tensor)
-    }
+    """Tensors of the optimizer's state, whole, by parameter and entry; what owners hold, theirs."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, torch.Tensor):
+                found[f"{name}.{key}"] = full(value).clone()
+            elif isinstance(value, dict):
+                found |= {f"{name}.{key}.{n}": tensor.clone() for n, tensor in value.items()}
+    return found
 
 
 def assert_close(found, expected, bound=0.0):

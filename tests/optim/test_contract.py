@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from lab import Watch, full
 from optim.optimizers import (
     BUILDERS,
+    CHAINS,
     DTYPES,
     assert_close,
     build,
@@ -26,8 +29,8 @@ LAYOUTS = {
 }
 CLOSE = dict.fromkeys(BUILDERS, 1e-12) | {"stochastic": 0.0}
 """Of values near 1; where the rounding is a hash, the same bits."""
-SHARDED = ("stochastic", "muon", "schedule_free")
-"""Those of ours; Lion and ``rms`` are stepped as schedule-free AdamW is."""
+SHARDED = ("stochastic", "muon", "schedule_free", *CHAINS)
+"""Those of ours; ``rms`` is stepped as schedule-free AdamW is, Lion as what is local of a chain."""
 RULE = fk.EMA(0.75)
 
 
@@ -66,7 +69,8 @@ def test_a_skipped_step_leaves_every_bit(name):
         found = parameters_of(model) | entries_of(model, state.optimizer)
         run.append(found | {f"average.{n}": v for n, v in state.average.values.items()})
         assert int(state.average.count) == 3
-    assert_close(run[1], run[0])
+    if name != "soap":  # its period is one of all steps, the bad ones too
+        assert_close(run[1], run[0])
     start = parameters_of(build(DTYPES[name]))
     assert all(not torch.equal(run[0][n], start[n]) for n in start)
     assert all(not torch.equal(run[0][f"average.{n}"], start[n].to(v)) for n, v in start.items())
@@ -86,7 +90,9 @@ def test_groups_decay_and_scales_of_rates_are_obeyed(name):
     decays = {p: g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert set(decays.values()) == {0.0, 0.1}
     for key, parameter in model.named_parameters():
-        expected = start[key] * (1 - 0.5 * decays[parameter])
+        # Cautious decay goes along with an update, and here is none.
+        is_cautious = name == "normuon" and key.startswith("layers.")
+        expected = start[key] * (1 - 0.5 * decays[parameter] * (not is_cautious))
         close = 2**-6 * float(start[key].abs().max()) if name == "stochastic" else 1e-15
         torch.testing.assert_close(parameter.detach(), expected, rtol=0, atol=close)
     assert decays[model.embedding.weight] == 0.0
@@ -189,22 +195,28 @@ def resume_on_ranks(rank, world, folder):
 def check_layouts(layouts, world, folder, layers=1):
     by_rank = run_again(on_ranks, world, layouts, str(folder), layers, timeout_s=200)
     for layout, name in by_rank[0]:
+        # A pipeline's ranks hold different parameters, and owners different matrices.
         expected = run_layout(name, moe=layouts[layout][1], layers=layers)
         for what, tensors in expected.items():
-            # A pipeline's ranks hold different parameters.
-            whole = {n: t for found in by_rank for n, t in found[layout, name][what].items()}
+            whole = union(found[layout, name][what] for found in by_rank)
             assert_close(whole, tensors, CLOSE[name])
-    return by_rank[0]
+    return by_rank
+
+
+def union(by_rank):
+    return dict(chain.from_iterable(tensors.items() for tensors in by_rank))
 
 
 @pytest.mark.slow
 def test_layouts_agree_and_four_ranks_resume_on_two_bitwise(tmp_path):
     """FSDP2 with uneven rows; TP, FSDP2 and EP with stacks of experts."""
     saved = check_layouts(LAYOUTS, 4, tmp_path)
-    for name, resumed in run_again(resume_on_ranks, 2, str(tmp_path), timeout_s=100)[0].items():
-        for what, found in resumed.items():
+    resumed = run_again(resume_on_ranks, 2, str(tmp_path), timeout_s=100)
+    for name in SHARDED:
+        for what in resumed[0][name]:
             bound = CLOSE[name] if what == "after" else 0.0
-            assert_close(found, saved["fsdp", name][what], bound)
+            expected = union(found["fsdp", name][what] for found in saved)
+            assert_close(union(found[name][what] for found in resumed), expected, bound)
 
 
 LARGE = {

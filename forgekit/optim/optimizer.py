@@ -1,0 +1,219 @@
+"""One optimizer from chains of transforms, each for a role or a pattern of names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
+
+from forgekit.checks import quoted
+from forgekit.optim.adamw import key_of, round_values
+from forgekit.optim.chain import chain_optimizers
+from forgekit.optim.groups import ROLES, check_patterns, decay_groups, roles_of
+from forgekit.optim.step_chain import owned_matrices, step_chain
+from forgekit.optim.transforms import Transform, check_chain
+from forgekit.tensors import wide
+
+Chain = Sequence[Transform]
+_ENDS = {"lr_scale", "rounding_seed"}
+"""Options of transforms that the optimizer does itself, at the end of a chain."""
+
+SMALL = 8
+"""Values along each dimension of the tensor on which a chain is tried."""
+
+
+def optimizer(
+    model: nn.Module,
+    chains: Mapping[str, Chain | Transform],
+    *,
+    lr: float = 1e-3,
+    roles: Mapping[str, str] | None = None,
+    split: Mapping[str, Sequence[int]] | None = None,
+) -> Optimizer:
+    """Build an optimizer from chains of transforms: what each makes of gradients is the update.
+
+    A parameter goes to the first chain whose key is its role or a pattern of its name. Chains of
+    ``adam`` and ``decay`` alone are torch's fused AdamW, to the bit. Transforms of whole matrices
+    run on the rank that owns each matrix, and their state is saved by the parameter's name.
+
+    Args:
+        model: The model, after ``parallelize`` where there is more than one rank.
+        chains: By role (see ``roles_of``) or pattern of parameter names; ``"*"`` takes the rest.
+        lr: Learning rate until a step's schedule sets it.
+        roles: Patterns of parameter names to roles, for a model without a table.
+        split: Patterns of parameter names to numbers of rows, for matrices that hold several:
+            ``orthogonal`` and ``row_norm`` take each by itself.
+
+    Returns:
+        A ``torch.optim.Optimizer`` that skips a bad step on the device; of several kinds of chains
+        a chain of optimizers. Each has the name of its chain in ``parameters_by_optimizer``.
+
+    Raises:
+        TypeError: If a chain holds what is no transform.
+        ValueError: If a chain fits no parameter, or a parameter no chain; if a role is unknown; if
+            a transform that needs whole matrices gets a vector; if two in a chain name one state;
+            if a transform returns another shape, or changes its inputs in place.
+
+    Examples:
+        >>> import forgekit as fk
+        >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 2))
+        >>> muon = (fk.optim.momentum(0.95), fk.optim.orthogonal(), fk.optim.decay(0.1))
+        >>> adamw = (fk.optim.adam(0.9, 0.95), fk.optim.decay(0.1), fk.optim.scale(4.0))
+        >>> both = fk.optimizer(model, {"1.weight": muon, "*": adamw})
+        >>> fk.optim.parameters_by_optimizer(model, both)
+        {'momentum + orthogonal + decay': ['1.weight'], 'AdamW': ['0.weight', '1.bias']}
+    """
+    by_key = {key: (c,) if isinstance(c, Transform) else tuple(c) for key, c in chains.items()}
+    taken = _assign(model, by_key, roles)
+    check_patterns("split", model, split or ())
+    decays = {p for g in decay_groups(model, 1.0) if g["weight_decay"] for p in g["params"]}
+    members: list[Optimizer] = []
+    fused: list[dict[str, Any]] = []
+    for key, all_links in by_key.items():
+        chain, ends, seed = _without_ends(key, all_links)
+        names = {model.get_parameter(name): name for name in taken[key]}
+        reads = _check(key, chain, names)
+        made = [{**group, **ends} for group in _groups(key, chain, names, decays, split or {})]
+        if seed is not None:
+            for group in made:
+                group["keys"] = [key_of(seed, names[p]) for p in group["params"]]
+        elif [each.options and each.name for each in chain] in (["adam"], ["adam", "decay"]):
+            fused += [{**group, **chain[0].options} for group in made]
+            continue
+        if made:
+            members.append(Composed(made, chain=chain, reads=reads, lr=lr))
+    if fused:
+        members.append(torch.optim.AdamW(fused, lr=lr, fused=True))
+    return members[0] if len(members) == 1 else chain_optimizers(*members)
+
+
+class Composed(Optimizer):
+    """Steps its parameters by one chain of transforms; ``optimizer`` makes one of each chain.
+
+    Attributes:
+        chain: The transforms.
+        label: Their names, for tables and checkpoints.
+    """
+
+    _step_supports_amp_scaling = True
+
+    # check_rates reads the default of lr from this signature, to tell a rate that was given.
+    def __init__(
+        self, params: list[dict[str, Any]], *, chain: Chain, reads: set[str], lr: float = 1e-3
+    ) -> None:
+        self.chain, self._reads = tuple(chain), frozenset(reads)
+        defaults = {"lr": lr, "weight_decay": 0.0, "rows": None, "state_step": 0}
+        super().__init__(params, defaults)
+
+    @property
+    def label(self) -> str:
+        """The names of the transforms."""
+        return " + ".join(each.name for each in self.chain)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step all parameters; return what ``closure``, called once, returned."""
+        return step_chain(
+            self, lambda _: self.chain, closure, reads=self._reads, finish=round_values
+        )
+
+    def owned(self) -> dict[Tensor, list[int]]:
+        """Which matrices of each parameter's stack this rank holds the state of."""
+        return owned_matrices(self, self.chain)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "chain": self.chain, "_reads": self._reads}
+
+
+def _assign(
+    model: nn.Module, chains: Mapping[str, Chain], table: Mapping[str, str] | None
+) -> dict[str, list[str]]:
+    """Names of trainable parameters by the key of the chain that takes them."""
+    needs_roles = table is not None or any(key in ROLES for key in chains)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    roles = roles_of(model, table) if needs_roles else dict.fromkeys(names, "")
+    taken: dict[str, list[str]] = {key: [] for key in chains}
+    for name, role in roles.items():
+        fits = (k for k in chains if k == role or (k not in ROLES and fnmatchcase(name, k)))
+        if (key := next(fits, None)) is None:
+            of_role = f" of the role {role!r}" if role else ""
+            raise ValueError(
+                f"no chain takes {name!r}{of_role}, so it would never be trained; there are chains "
+                f'for {quoted(chains)}. Add one for it, or for "*".'
+            )
+        taken[key].append(name)
+    is_whole = not any(getattr(module, "is_absent", False) for module in model.modules())
+    for key, its_names in taken.items():
+        if is_whole and not its_names:
+            raise ValueError(
+                f"the chain of {key!r} takes no parameter of {type(model).__name__}: it is neither "
+                f"a role ({quoted(sorted({*roles.values()} - {''}) or ROLES)}) nor a pattern of a "
+                f"name that is left, such as {names[0]!r}. Remove it, or move it before others."
+            )
+    return taken
+
+
+def _without_ends(key: str, chain: Chain) -> tuple[Chain, dict[str, float], int | None]:
+    """A chain without the ``scale`` and the rounding at its end, the ``lr_scale``, and the seed."""
+    links = [each for each in chain if isinstance(each, Transform) and each.options.keys() & _ENDS]
+    if links != [*chain[len(chain) - len(links) :]] or len({each.name for each in links}) < len(
+        links
+    ):
+        raise ValueError(
+            f"the chain of {key!r} has {' and '.join(each.name for each in links)} before its end, "
+            "or twice; each stands there once."
+        )
+    options = {name: value for each in links for name, value in each.options.items()}
+    seed = options.pop("rounding_seed", None)
+    return chain[: len(chain) - len(links)], options, seed
+
+
+def _decay_of(key: str, chain: Chain, decays: bool) -> float:
+    rules = [each.options for each in chain if "rate" in each.options]
+    if len(rules) > 1:
+        raise ValueError(f"the chain of {key!r} decays twice; leave one of them out.")
+    if rules and key in ("embedding", "norm") and not rules[0]["everything"]:
+        raise ValueError(
+            f"the chain of {key!r} decays, and embeddings, norms and biases do not unless "
+            "asked for. Leave decay out, or pass everything=True to it."
+        )
+    return rules[0]["rate"] if rules and (decays or rules[0]["everything"]) else 0.0
+
+
+def _groups(
+    key: str,
+    chain: Chain,
+    names: Mapping[Tensor, str],
+    decays: Collection[Tensor],
+    split: Mapping[str, Sequence[int]],
+) -> list[dict[str, Any]]:
+    """Group parameters by their decay, those that decay first, and by the rows of their parts."""
+    groups: dict[tuple[float, tuple[int, ...] | None], list[Tensor]] = {}
+    for parameter, name in names.items():
+        rows = next((tuple(rows) for p, rows in split.items() if fnmatchcase(name, p)), None)
+        kind = _decay_of(key, chain, parameter in decays), rows
+        groups.setdefault(kind, []).append(parameter)
+    kinds = sorted(groups, key=lambda kind: -kind[0])
+    return [
+        {"params": groups[rate, rows], "weight_decay": rate, "rows": rows} for rate, rows in kinds
+    ]
+
+
+def _check(key: str, chain: Chain, names: Mapping[Tensor, str]) -> set[str]:
+    """Refuse vectors of whole transforms, and try the chain; see ``check_chain``."""
+    wholes = [each.name for each in chain if isinstance(each, Transform) and each.whole]
+    for parameter, name in names.items():
+        if wholes and parameter.ndim not in (2, 3):
+            raise ValueError(
+                f"{name!r} has the shape {tuple(parameter.shape)}, and {wholes[0]} in the chain of "
+                f"{key!r} takes matrices [o i] and stacks of them [e o i]. Give it another chain."
+            )
+    like = next(iter(names), torch.empty(6, 4, device="meta"))  # a stage may have none
+    shape = tuple(min(size, SMALL) for size in (like.shape[-2:] if wholes else like.shape))
+    # Apart from dry runs, whose tensors have no values.
+    with torch.no_grad(), _disable_current_modes():
+        return check_chain(repr(key), chain, shape, wide(like.dtype))

@@ -1,0 +1,428 @@
+"""What chains of transforms compute, what they lower to, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from lab import Watch
+from optim.optimizers import (
+    OWN,
+    assert_close,
+    build,
+    parameters_of,
+    rows,
+    small_model,
+    square_loss,
+    step_with,
+)
+from pool import run_again
+from torch import nn
+
+import forgekit as fk
+from forgekit.ranks import CheckpointError
+
+parts = fk.optim
+EXACT = {"dtype": torch.float64}
+LR, DECAY = 0.03, 0.2
+
+
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+class Plain:
+    """Formulas of the papers as loops over one matrix, in float64."""
+
+    def __init__(self, weight):
+        self.w, self.t, self.e = weight.clone(), 0, {}
+
+    def mean(self, name, value, rate):
+        self.e[name] = rate * self.e.get(name, torch.zeros_like(value)) + (1 - rate) * value
+        return self.e[name]
+
+    def orthogonal(self, x):
+        x = x / x.norm()
+        for _ in range(5):
+            gram = x @ x.T
+            x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        return x
+
+    def normuon(self, g):
+        m = self.mean("m", g, 0.95)
+        u = self.orthogonal(0.05 * g + 0.95 * m)
+        u = u / (self.mean("v", u.square().mean(1, keepdim=True), 0.9).sqrt() + 1e-8)
+        u = u * 0.2 * math.sqrt(u.numel()) / u.norm()
+        return u + DECAY * self.w * ((u * self.w) > 0)
+
+    def soap(self, g):
+        o, i = g.shape
+        p, q = (self.e.setdefault(n, torch.eye(k).double()) for n, k in (("p", o), ("q", i)))
+        left, right = self.mean("l", g @ g.T, 0.9), self.mean("r", g.T @ g, 0.9)
+        m, v = self.mean("m", g, 0.8), self.mean("v", (p.T @ g @ q) ** 2, 0.9)
+        x = (p.T @ m @ q / (1 - 0.8**self.t)) / ((v / (1 - 0.9**self.t)).sqrt() + 1e-8)
+        if self.t % 3 == 0:
+            self.e["p"], self.e["q"] = (torch.linalg.qr(a)[0] for a in (left @ p, right @ q))
+        return p @ x @ q.T + DECAY * self.w
+
+    def adam(self, g):
+        m, v = self.mean("m", g, 0.9), self.mean("v", g * g, 0.95)
+        return m / (1 - 0.9**self.t) / ((v / (1 - 0.95**self.t)).sqrt() + 1e-8)
+
+    def lamb(self, g):
+        u = self.adam(g) + DECAY * self.w
+        return u * self.w.norm() / u.norm()
+
+    def cautious(self, g):
+        u = self.adam(g)
+        mask = (u * g > 0).double()
+        u = (u * mask / mask.mean()).clamp(-0.7, 0.7)
+        return u * min(1.0, 2.0 / u.norm())
+
+    def adafactor(self, g):
+        rate = 1 - self.t**-0.8
+        r = self.mean("r", (g * g).mean(1, keepdim=True), rate)
+        c = self.mean("c", (g * g).mean(0, keepdim=True), rate)
+        u = g / (r @ c / r.mean()).sqrt()
+        return u / max(1.0, u.square().mean().sqrt())
+
+    def warmed(self, g):
+        b = 0.5 + 0.3 * min(1.0, self.t / 4)
+        self.e["m"] = b * self.e.get("m", 0) + (1 - b) * g
+        return (1 - b) * g + b * self.e["m"]
+
+    def step(self, kind, g):
+        self.t += 1
+        self.w = self.w - LR * getattr(self, kind)(g)
+
+
+CHAINS = {
+    "normuon": (
+        parts.momentum(0.95),
+        parts.orthogonal(**EXACT),
+        parts.row_norm(0.9),
+        parts.cautious_decay(DECAY),
+    ),
+    "soap": (parts.soap(0.8, 0.9, every=3), parts.decay(DECAY)),
+    "lamb": (parts.adam(), parts.decay(DECAY), parts.trust_ratio()),
+    "cautious": (
+        parts.adam(),
+        parts.cautious_mask(),
+        parts.clip_value(0.7),
+        parts.clip_norm(2.0),
+    ),
+    "adafactor": (parts.adafactor(),),
+    "warmed": (parts.momentum(0.8, warmup=4, start=0.5),),
+}
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (3, 7)])
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_is_the_loop_of_its_paper(name, shape):
+    model = nn.Module()
+    model.stack = nn.Parameter(torch.stack([draw(*shape, seed=n) for n in (1, 2)]))
+    model.weight = nn.Parameter(draw(*shape, seed=3))
+    # A number of a whole parameter is one of the whole stack.
+    is_summed = name in ("lamb", "cautious")
+    if is_summed:
+        del model.stack
+    optimizer = fk.optimizer(model, {"*": CHAINS[name]}, lr=LR)
+    plain = [Plain(w) for p in model.parameters() for w in p.detach().view(-1, *shape)]
+    for step in range(7):
+        gradients = [draw(*shape, seed=10 * step + n) for n in range(len(plain))]
+        for one, gradient in zip(plain, gradients, strict=True):
+            one.step(name, gradient)
+        given = torch.stack(gradients).split([1] if is_summed else [2, 1])
+        for p, gradient in zip(model.parameters(), given, strict=True):
+            p.grad = gradient.view_as(p)
+        optimizer.step()
+    found = torch.cat([p.detach().view(-1, *shape) for p in model.parameters()])
+    torch.testing.assert_close(found, torch.stack([one.w for one in plain]), rtol=0, atol=1e-12)
+
+
+def test_polar_express_brings_all_singular_values_near_1():
+    """Newton-Schulz leaves them between 0.7 and 1.2; and parts are matrices of their own."""
+    u, _, v = torch.linalg.svd(draw(12, 6), full_matrices=False)
+    model = nn.Linear(6, 12, bias=False).double()
+    before = model.weight.detach().clone()
+    express = parts.orthogonal(coefficients="polar_express", steps=8, adjust_lr="none", **EXACT)
+    for split, bound in ((None, 1e-5), ({"weight": (8, 4)}, 0.2)):
+        with torch.no_grad():
+            model.weight.copy_(before)
+        optimizer = fk.optimizer(model, {"weight": (express,)}, lr=1.0, split=split)
+        model.weight.grad = (u * torch.logspace(0, -2.5, 6).double()) @ v
+        optimizer.step()
+        moved = before - model.weight.detach()
+        for part in moved.split([8, 4] if split else [12]):
+            assert (torch.linalg.svdvals(part) - 1).abs().max() < bound
+        assert ((moved - u @ v).abs().max() < 1e-5) == (split is None)
+
+
+def test_adam_and_decay_alone_are_fused_adamw_to_the_bit():
+    """Embeddings, norms and biases do not decay; a scale at the end is the groups' ``lr_scale``."""
+    found = []
+    for make in (
+        lambda m: fk.adamw(m, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6),
+        lambda m: fk.optimizer(m, {"*": (parts.adam(0.8, 0.9, 1e-6), parts.decay(0.3))}),
+        lambda m: fk.optimizer(
+            m,
+            {
+                "layers.*": (parts.adam(0.8, 0.9, 1e-6), parts.decay(0.3), parts.scale(0.25)),
+                "*": (parts.adam(0.8, 0.9, 1e-6), parts.decay(0.3)),
+            },
+        ),
+    ):
+        model = build(torch.float32)
+        optimizer = make(model)
+        assert type(optimizer) is torch.optim.AdamW
+        for step in range(3):
+            step_with(model, optimizer, step)
+        found.append(parameters_of(model))
+    assert_close(found[1], found[0])
+    scaled, start = found[2], parameters_of(build(torch.float32))
+    assert torch.equal(scaled["output.weight"], found[0]["output.weight"])
+    name = "layers.0.attention.query.weight"
+    far, near = ((each[name] - start[name]).norm() for each in (found[0], scaled))
+    assert near < 0.3 * far
+
+
+def test_decay_of_everything_and_scales_of_other_chains():
+    """``scale`` is of the decay too, and the rate of a schedule is multiplied by it."""
+    model = build()
+    start = parameters_of(model)
+    chain = (parts.lion_sign(), parts.decay(0.5, everything=True), parts.scale(3.0))
+    state = fk.TrainState.create(model, fk.optimizer(model, {"*": chain}))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for group in state.optimizer.param_groups:
+        group["lr"] = 0.1 * group["lr_scale"]
+    state.optimizer.step()
+    expected = {name: w - 0.3 * (1 + 0.5 * w) for name, w in start.items()}
+    assert_close(parameters_of(model), expected, 1e-15)
+    shown = fk.optim.parameters_by_optimizer(model, state.optimizer)
+    assert shown == {"lion_sign + decay": [*start]}
+
+
+def test_stochastic_rounding_ends_any_chain():
+    """With the bits of ``fk.adamw``, and with a chain of its own."""
+    found = []
+    rounding = parts.stochastic_rounding(4)
+    for make in (
+        lambda m: fk.adamw(m, weight_decay=0.1, stochastic_rounding=True, seed=4),
+        lambda m: fk.optimizer(m, {"*": (parts.adam(), parts.decay(0.1), rounding)}),
+        lambda m: fk.optimizer(m, {"*": (parts.lion_sign(), rounding, parts.scale(2**-9))}),
+    ):
+        model = build(torch.bfloat16)
+        optimizer = make(model)
+        step_with(model, optimizer, 0)
+        found.append(parameters_of(model))
+    assert_close(found[1], found[0])
+    moved = found[2]["norm.weight"].float() - 1  # steps of 0.01 / 512 against 1 / 256 below 1
+    assert set(moved.unique().tolist()) <= {0.0, -(2**-8), 2**-7}
+
+
+# Periods, and who holds what
+
+
+def soap_state(mesh=None):
+    model = build(mesh=mesh)
+    chains = {"matrix": (parts.soap(every=5), parts.decay(0.1)), "*": parts.adam()}
+    return fk.TrainState.create(model, fk.optimizer(model, chains), mesh=mesh)
+
+
+def soap_steps(state, stop):
+    for number in range(state.step, stop):
+        step_with(state.model, state.optimizer, number, bad=number in (2, 4, 12))
+    return fk.donate(state, step=stop)
+
+
+def on_some_ranks(rank, world, folder, stop, other):
+    """Resume, step, save, and go on from what was saved and from what was not."""
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
+    state = soap_steps(fk.checkpoint_load(soap_state(mesh), folder), stop)
+    fk.checkpoint_save(state, other).wait()
+    held = [len(e["left"]) for e in state.optimizer.state.values() if "left" in e]
+    again = soap_steps(fk.checkpoint_load(soap_state(mesh), other), stop + 3)
+    assert_close(parameters_of(again.model), parameters_of(soap_steps(state, stop + 3).model))
+    return sum(held)
+
+
+@pytest.mark.slow
+def test_soap_resumes_on_four_two_three_and_one_rank_amid_its_period(tmp_path):
+    """Bitwise on as many ranks; each matrix's state is on one rank; bad steps count in periods."""
+    straight = soap_steps(soap_state(), 20)
+    matrices = 7
+    for world, start, stop in ((4, 0, 7), (2, 7, 11), (3, 11, 14)):
+        folders = (str(tmp_path / f"{at}") for at in (start, stop))
+        held = run_again(on_some_ranks, world, next(folders), stop, next(folders), timeout_s=100)
+        assert sum(held) == matrices, held
+        assert max(held) < matrices, held
+    last = soap_steps(fk.checkpoint_load(soap_state(), tmp_path / "14"), 20)
+    assert_close(parameters_of(last.model), parameters_of(straight.model), 1e-10)
+
+
+def test_periods_follow_the_state_and_not_the_calls(tmp_path):
+    """A run that is resumed amid a period goes on bitwise; two bad steps lie in it."""
+
+    def create():
+        model = small_model()
+        chain = {"*.weight": (parts.soap(every=4), parts.decay()), "*": parts.lion_sign()}
+        return fk.TrainState.create(model, fk.optimizer(model, chain))
+
+    def run(state, stop):
+        step = fk.make_step(square_loss, schedule=fk.constant(0.02))
+        while state.step < stop:
+            scale = torch.nan if state.step in (2, 4) else 1.0
+            state, _ = step(state, [rows(state.step, scale)])
+        return state
+
+    straight = run(create(), 14)
+    fk.checkpoint_save(run(create(), 6), tmp_path, blocking=True)
+    resumed = run(fk.checkpoint_load(create(), tmp_path), 14)
+    assert_close(parameters_of(resumed.model), parameters_of(straight.model))
+    turned = straight.optimizer.state[straight.model[0].weight]["left_basis"][0]
+    assert (turned - torch.eye(4)).abs().max() > 0.1
+
+
+def test_a_sum_over_shards_is_one_collective_for_all_parameters():
+    """And a whole transform that reads no values is sent none."""
+    assert run_again(count_collectives, 2)[0] == {
+        "summed": {"all_reduce": 1, "all_to_all": 0},
+        "whole": {"all_reduce": 0, "all_to_all": 2},
+        "reads values": {"all_reduce": 0, "all_to_all": 3},
+        "local": {"all_reduce": 0, "all_to_all": 0},
+    }
+
+
+def center(directions, state, at):
+    return [d - d.mean() for d in directions], state
+
+
+def count_collectives(rank, world):
+    mesh, found = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu"), {}
+    chains = {
+        "summed": parts.clip_norm(0.1),
+        "whole": parts.transform(center, whole=True),
+        "reads values": OWN[0],
+        "local": (parts.momentum(), parts.cautious_decay()),
+    }
+    for name, chain in chains.items():
+        model = build(mesh=mesh)
+        rest = {"*": chain if name in ("summed", "local") else parts.lion_sign()}
+        optimizer = fk.optimizer(
+            model, {**({} if rest["*"] is chain else {"*.gate.weight": chain}), **rest}
+        )
+        step_with(model, optimizer, 0)
+        with Watch() as watch:
+            optimizer.step()
+        calls = [str(call) for call in watch.collectives]
+        found[name] = {
+            kind: sum(kind.replace("_", "") in call.replace("_", "") for call in calls)
+            for kind in ("all_reduce", "all_to_all")
+        }
+    return found
+
+
+# What is refused
+
+
+def in_place(directions, state, at):
+    directions[0].mul_(2)
+    return directions, state
+
+
+def state_in_place(directions, state, at):
+    state["kept"][0].add_(1)
+    return directions, state
+
+
+def transposed(directions, state, at):
+    return [d.mT for d in directions], state
+
+
+def forgotten(directions, state, at):
+    return directions, {}
+
+
+def link(apply, *names, make=torch.zeros_like, **options):
+    return parts.transform(apply, state=dict.fromkeys(names, make), **options)
+
+
+MATRIX, REST = {"0.weight": (parts.momentum(),)}, {"*": parts.adam()}
+REFUSED = {
+    r"^the chain of 'router' takes no parameter of Sequential: it is neither a role \(": {
+        "router": parts.adam(),
+        **REST,
+    },
+    "^the chain of 'matrices' takes no parameter .* nor a pattern of a name that is left": {
+        "matrices": parts.adam(),
+        **REST,
+    },
+    "^no chain takes '1.bias' of the role 'other', so it would never be trained; there": {
+        "matrix": parts.adam(),
+        "embedding": parts.adam(),
+    },
+    r"^'1.bias' has the shape \(6,\), and orthogonal in the chain of '1.\*' takes matrices": {
+        "1.*": (parts.momentum(), parts.orthogonal()),
+        **REST,
+    },
+    "^adam and lion_sign in the chain of .* both name their state 'exp_avg'; each": {
+        "*": (parts.adam(), parts.lion_sign())
+    },
+    "^the optimizer itself and in_place in the chain of .* both name their state 'step'": {
+        "*": (link(in_place, "step"),)
+    },
+    r"^transposed in the chain of .* got directions of \(8, 4\) .* returned \[\(4, 8\)\]": {
+        "*": link(transposed)
+    },
+    r"^forgotten in the chain of .* and returned .* with \{\}; shapes and names stay": {
+        "*": link(forgotten, "kept")
+    },
+    "^in_place in the chain of '.' changes its directions in place; a bad step could": {
+        "*": link(in_place)
+    },
+    "^state_in_place in the chain of '.' changes its kept in place; a bad": {
+        "*": link(state_in_place, "kept")
+    },
+    r"^in_place in .* makes its state 'rows' of shape \(8, 1\) .* Pass whole=True": {
+        "*": link(in_place, "rows", make=lambda w: w[:, :1])
+    },
+    "^the chain of '.' has scale before its end, or twice; each stands": {
+        "*": (parts.scale(2.0), parts.adam())
+    },
+    "^the chain of '.' decays twice; leave one": {
+        "*": (parts.adam(), parts.decay(), parts.cautious_decay())
+    },
+    "^the chain of 'embedding' decays, and embeddings, norms and biases do not unless": {
+        "embedding": (parts.adam(), parts.decay()),
+        **REST,
+    },
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_chains_that_cannot_be_are_refused_before_a_step(message):
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6))
+    roles = {"0.weight": "embedding", "1.weight": "matrix"}
+    with pytest.raises(ValueError, match=message):
+        fk.optimizer(model, REFUSED[message], roles=roles)
+
+
+def test_what_is_no_transform_is_refused():
+    with pytest.raises(TypeError, match=r"^the chain of '\*' has a function; it takes what"):
+        fk.optimizer(nn.Linear(2, 2), {"*": (parts.adam,)})
+
+
+def test_a_checkpoint_of_another_chain_is_refused(tmp_path):
+    model = build()
+    chain = (parts.momentum(), parts.decay())
+    state = fk.TrainState.create(model, fk.optimizer(model, {"*": chain}))
+    step_with(model, state.optimizer, 0)
+    fk.checkpoint_save(fk.donate(state, step=1), tmp_path, blocking=True)
+    other = build()
+    another = {"matrix": (parts.momentum(), parts.clip_norm(1.0), parts.decay()), "*": chain}
+    message = "is momentum . decay there and momentum . clip_norm . decay here"
+    with pytest.raises(CheckpointError, match=message):
+        fk.checkpoint_load(fk.TrainState.create(other, fk.optimizer(other, another)), tmp_path)
