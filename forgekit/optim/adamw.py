@@ -103,7 +103,7 @@ class StochasticAdamW(Optimizer):
         def chain_of(group: dict[str, Any]) -> tuple[Transform, ...]:
             return adam(*group["betas"], group["eps"]), decay()
 
-        return step_chain(self, chain_of, closure, finish=round_values)
+        return step_chain(self, chain_of, closure, reads={"step"}, finish=round_values)
 
 
 def round_values(group: dict[str, Any], parameter: Tensor, values: Tensor, step: Tensor) -> Tensor:

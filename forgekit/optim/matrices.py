@@ -144,19 +144,24 @@ def row_norm(beta2: float = 0.95, eps: float = 1e-8) -> Transform:
         (o, i), v = d[0].shape, torch.stack(state["row_sq"])
         parts = at.rows or (o,)
         # Of the orthogonal matrix as it was, before its factor: eps is relative to that.
-        factors = [FACTORS["match_rms_adamw"](part, i) for part in parts]
-        x = torch.stack(d).to(v.dtype)
-        x = torch.cat([p / f for p, f in zip(x.split([*parts], -2), factors, strict=True)], -2)
+        factors = [1 / FACTORS["match_rms_adamw"](part, i) for part in parts]
+        x = _scaled(torch.stack(d).to(v.dtype), parts, factors)
         v = v.lerp(x.square().mean(-1, keepdim=True), 1 - beta2)
         x = x / (v.sqrt() + eps)
         norms = [p.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS) for p in x.split([*parts], -2)]
         sizes = [0.2 * math.sqrt(part * i) / n for part, n in zip(parts, norms, strict=True)]
-        done = [p * size for p, size in zip(x.split([*parts], -2), sizes, strict=True)]
-        return [*torch.cat(done, -2).unbind()], {"row_sq": [*v.unbind()]}
+        return [*_scaled(x, parts, sizes).unbind()], {"row_sq": [*v.unbind()]}
 
     return transform(
         apply, {"row_sq": lambda w: torch.zeros_like(w[:, :1])}, whole=True, name="row_norm"
     )
+
+
+def _scaled(matrices: Tensor, rows: Sequence[int], scales: Sequence[Tensor | float]) -> Tensor:
+    """Multiply the parts of matrices ``[n o i]`` by scales, ``[n 1 1]`` or numbers."""
+    parts = matrices.split([*rows], -2)
+    done = [part * scale for part, scale in zip(parts, scales, strict=True)]
+    return done[0] if len(done) == 1 else torch.cat(done, -2)
 
 
 def soap(

@@ -7,8 +7,9 @@ is kept as ``{number in the stack: tensor}``, 0 for a plain matrix, on its owner
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,6 +21,13 @@ from forgekit.optim.owners import Bundle, bundles, from_owners, to_owners, total
 from forgekit.optim.step_each import call_closure, is_skipped, keep_or_write
 from forgekit.optim.transforms import At, State, Tensors, Transform, middle_of
 from forgekit.tensors import local, wide
+
+AT_ONCE = {"cpu": 2**15}
+"""Elements of shards that local transforms step at once: a few copies of them live meanwhile, on a
+CPU in its caches."""
+
+UNREAD = torch.tensor(torch.nan, dtype=torch.float64)
+"""A number of ``At`` that no transform of the chain reads."""
 
 Writes = list[tuple[Tensor, Tensor]]
 """Tensors of state, each with what it becomes."""
@@ -50,22 +58,20 @@ def step_chain(
         What the closure returned, else None.
     """
     loss, skip, start = call_closure(closure), is_skipped(optimizer), 0
+    good = None if skip is None else (~skip).to(torch.float64)
     for group in optimizer.param_groups:
-        chain = chain_of(group)
-        together = [*bundles(group["params"], start)]
+        step = _Step(optimizer, group, chain_of(group), skip, good, reads, finish)
+        for parameters, some in step.parts(start):
+            if any(p.grad is not None for p in parameters):
+                step.take(parameters, some)
         start += len(group["params"])
-        # A sum over shards costs one collective for all parameters, so all are there at once.
-        parts = [together] if "total" in reads else [[bundle] for bundle in together]
-        for part in parts:
-            if any(p.grad is not None for bundle in part for p in bundle.parameters):
-                _Step(optimizer, group, chain, skip, reads, finish).take(part)
         if "state_step" in group:
             group["state_step"] += 1
     return loss
 
 
 class _Step:
-    """One step of some parameters of a group."""
+    """One step of a group."""
 
     def __init__(
         self,
@@ -73,56 +79,87 @@ class _Step:
         group: dict[str, Any],
         chain: Sequence[Transform],
         skip: Tensor | None,
+        good: Tensor | None,
         reads: Collection[str],
         finish: Finish,
     ) -> None:
-        self.optimizer, self.group, self.skip = optimizer, group, skip
-        self.reads, self.finish = reads, finish
+        self.optimizer, self.group, self.skip, self.good = optimizer, group, skip, good
+        self.reads, self.finish, self.lr = reads, finish, float(group["lr"])
+        self.used = {name.removeprefix("whole ") for name in reads}
         middle = middle_of(chain)
         self.before, self.middle = chain[: middle.start], chain[middle]
         self.after, self.writes = chain[middle.stop :], Writes()
+        # Decay at the end is one product with the values, as in torch.
+        self.decays = bool(self.after) and self.after[-1].ends_in_decay
+        self.after = self.after[: len(self.after) - self.decays]
+
+    def parts(self, start: int) -> Iterator[tuple[list[Tensor], list[Bundle]]]:
+        """Yield parameters that step at once, with their owners where there are some."""
+        parameters = self.group["params"]
+        if self.middle:
+            together = [*bundles(parameters, start)]
+            # A sum over shards costs one collective for all parameters, so all are there at once.
+            parts = [together] if "total" in self.reads else [[bundle] for bundle in together]
+            yield from (([p for b in part for p in b.parameters], part) for part in parts)
+        elif "total" in self.reads:
+            yield parameters, []
+        else:  # only what has a gradient, and each with its own count where that is read
+            some, size = [], 0
+            for parameter in (p for p in parameters if p.grad is not None):
+                shard = local(parameter)
+                most = AT_ONCE.get(shard.device.type, 2**24)
+                if some and ("step" in self.reads or size + shard.numel() > most):
+                    yield some, []
+                    some, size = [], 0
+                some.append(parameter)
+                size += shard.numel()
+            yield some, []
 
     @torch.no_grad()
-    def take(self, some: list[Bundle]) -> None:
+    def take(self, parameters: list[Tensor], some: list[Bundle]) -> None:
         """Compute all that is new, then write it unless the step is bad."""
-        # An owner keeps its matrices whether or not they have a gradient.
-        parameters = [p for b in some for p in b.parameters if self.middle or p.grad is not None]
-        shards = [local(p) for p in parameters]
-        counts = [self._count(p) for p in parameters]
-        at = self._at(parameters, shards, counts[0])
+        shards, self.writes = [local(p) for p in parameters], Writes()
+        counts = [self._count(p) for p in parameters] if "step" in self.used else []
+        at = self._at(parameters, shards, counts[0] + 1 if counts else UNREAD)
         directions = self._run(self.before, parameters, at.gradients, at)
-        if self.middle:
-            wanted = ([*directions], at.values, at.gradients)
-            begin, done = 0, Tensors()
-            for bundle in some:
-                end = begin + len(bundle.parameters)
-                done += self._on_owners(bundle, *(t[begin:end] for t in wanted), at)
-                begin = end
-            directions = done
+        if some:
+            wanted = (iter([*directions]), iter(at.values), iter(at.gradients))
+            directions = [
+                direction
+                for bundle in some
+                for direction in self._on_owners(
+                    bundle, *([*islice(each, len(bundle.parameters))] for each in wanted), at=at
+                )
+            ]
         directions = self._run(self.after, parameters, directions, at)
-        pairs = zip(directions, at.values, strict=True)
-        steps = [direction.to(value.dtype) for direction, value in pairs]
-        moved = torch._foreach_add(at.values, steps, alpha=-float(self.group["lr"]))
+        if self.decays:
+            moved = torch._foreach_mul(at.values, 1 - self.lr * at.weight_decay)
+            torch._foreach_add_(moved, directions, alpha=-self.lr)
+        else:
+            moved = torch._foreach_add(at.values, directions, alpha=-self.lr)
         pairs = zip(parameters, moved, strict=True)
         moved = [self.finish(self.group, p, values, at.step) for p, values in pairs]
         for old, new in [*zip(shards, moved, strict=True), *self.writes]:
             keep_or_write(None if self.skip is None else self.skip.to(old.device), old, new)
-        good = torch.ones_like(counts[0])
-        good = good if self.skip is None else good * ~self.skip
-        torch._foreach_add_(counts, [good] * len(counts))  # one number for all reads it on a CPU
+        if counts:
+            good = torch.ones_like(counts[0]) if self.good is None else self.good
+            torch._foreach_add_(counts, [good] * len(counts))  # one number for all waits on a CPU
 
-    def _at(self, parameters: list[Tensor], shards: Tensors, count: Tensor) -> At:
+    def _at(self, parameters: list[Tensor], shards: Tensors, step: Tensor) -> At:
         scale, group = vars(self.optimizer).get("grad_scale"), self.group
         gradients = Tensors()
         for parameter, shard in zip(parameters, shards, strict=True):
+            # Of those that step together each counts: a step of a model gives zeros to the unused.
             gradient = torch.zeros_like(shard) if parameter.grad is None else local(parameter.grad)
             gradients.append(gradient.to(wide(gradient.dtype)))
         if scale is not None:
             gradients = [gradient / scale.to(gradient.dtype) for gradient in gradients]
         number = group.get("state_step", 0) + 1
         return At(
-            step=count + 1,
-            lr=torch.full_like(count, float(group["lr"])),
+            step=step,
+            lr=torch.full((), self.lr, dtype=torch.float64, device=shards[0].device)
+            if "lr" in self.used
+            else UNREAD,
             values=[v.to(g.dtype) for v, g in zip(shards, gradients, strict=True)],
             gradients=gradients,
             total=partial(total_over_shards, parameters),
@@ -186,7 +223,9 @@ class _Step:
             for name, shards in (("values", values), ("gradients", gradients))
         }
         # What is whole needs no sum.
-        at = at._replace(**read, step=at.step.to(where), total=lambda numbers: [*numbers])
+        at = at._replace(
+            **read, step=at.step.to(where), lr=at.lr.to(where), total=lambda numbers: [*numbers]
+        )
         back = self.middle[-1].dtype or wider
         whole = like.shape[-2:]
         if matrices:
@@ -203,7 +242,8 @@ class _Step:
             stacked = torch.empty((0, *whole), dtype=back, device=where)
         count = len(directions) * bundle.each
         shared = from_owners(stacked, bundle.route, (count, *shape[-2:]))
-        return [*shared.view(len(directions), *shape).to(home, wider).unbind()]
+        back = wider if self.after else back  # else it is added to wider values
+        return [*shared.view(len(directions), *shape).to(home, back).unbind()]
 
     def _whole(
         self,

@@ -74,6 +74,11 @@ class Transform:
     dtype: torch.dtype | None = None
     options: Mapping[str, Any] = {}
 
+    @property
+    def ends_in_decay(self) -> bool:
+        """Whether it is ``decay``, which the optimizer can do with the update."""
+        return self.name == "decay" and "rate" in self.options
+
 
 def transform(
     apply: Apply,
@@ -187,7 +192,8 @@ def lion_sign(beta1: float = 0.9, beta2: float = 0.99) -> Transform:
     def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:  # noqa: ARG001
         mixed = torch._foreach_lerp(state["exp_avg"], d, 1 - beta1)
         mean = torch._foreach_lerp(state["exp_avg"], d, 1 - beta2)
-        return [*torch._foreach_sign(mixed)], {"exp_avg": [*mean]}
+        torch._foreach_sign_(mixed)  # new memory
+        return [*mixed], {"exp_avg": [*mean]}
 
     return transform(apply, {"exp_avg": torch.zeros_like}, name="lion_sign")
 
@@ -381,12 +387,13 @@ def check_chain(
     draw = [torch.randn(*shape, generator=generator, dtype=dtype) for _ in range(3)]
     directions, reads = [draw[0]], set()
     one = torch.ones((), dtype=torch.float64)
-    at = At(one, 1e-3 * one, [draw[1]], [draw[2]], lambda numbers: [*numbers], lambda n: n > 0)
     on_owners = {*chain[middle_of(chain)]}
-    for each in chain:
-        watched = _Watched(at)
-        directions = _try(where, each, directions, watched)
-        reads |= {f"whole {name}" if each in on_owners else name for name in watched.read}
+    for is_due in (True, False):
+        at = At(one, one, [draw[1]], [draw[2]], lambda numbers: [*numbers], lambda _, d=is_due: d)
+        for each in chain:
+            watched = _Watched(at)
+            directions = _try(where, each, directions, watched)
+            reads |= {f"whole {name}" if each in on_owners else name for name in watched.read}
     return reads
 
 
