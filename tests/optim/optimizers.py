@@ -50,6 +50,7 @@ OWN = (
     fk.optim.transform(divide_by_norm),
 )
 parts = fk.optim
+CENTER = parts.transform(lambda d, state, at: ([x - x.mean() for x in d], state), whole=True)
 EXACT = {"dtype": torch.float64, "coefficients": "polar_express"}
 CHAINS = {
     "normuon": {
@@ -73,7 +74,7 @@ CHAINS = {
         ),
     },
     "own": {
-        "matrix": (parts.momentum(nesterov=False), *OWN, parts.decay()),
+        "matrix": (parts.momentum(nesterov=False), *OWN, CENTER, OWN[1], parts.decay()),
         "embedding": (parts.adafactor(), parts.momentum()),
         "*": (OWN[1], parts.adam(), parts.decay()),
     },

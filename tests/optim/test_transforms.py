@@ -8,6 +8,7 @@ import pytest
 import torch
 from lab import Watch
 from optim.optimizers import (
+    CENTER,
     OWN,
     assert_close,
     build,
@@ -296,15 +297,11 @@ def test_a_sum_over_shards_is_one_collective_for_all_parameters():
     }
 
 
-def center(directions, state, at):
-    return [d - d.mean() for d in directions], state
-
-
 def count_collectives(rank, world):
     mesh, found = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu"), {}
     chains = {
         "summed": parts.clip_norm(0.1),
-        "whole": parts.transform(center, whole=True),
+        "whole": CENTER,
         "reads values": OWN[0],
         "local": (parts.momentum(), parts.cautious_decay()),
     }
