@@ -1,7 +1,8 @@
-"""Muon over many small matrices and over fewer larger ones, beside torch's."""
+"""Muon beside torch's over many small matrices and fewer larger ones; updates by chains."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from pairs import Times, band, ratio, take_turns
 from torch import nn
 
+import forgekit as fk
 from forgekit.optim import Muon
 
 OURS, THEIRS, AGAIN = "forgekit", "torch.optim.Muon", "torch.optim.Muon again"
@@ -47,3 +49,55 @@ def test_muon_time(show, times, what, name):
     show(f"Muon, {what}", times[what], name, ratio=here, band=noise, matrices_per_second=rate)
     if name == OURS:
         assert here <= most * (1 + noise), f"{here:.3f} of torch's, A/A {noise:.3f}"
+
+
+# An update of a whole model, by chains of transforms
+
+
+PARTS = fk.optim
+ADAMW = (PARTS.adam(), PARTS.decay(0.1))
+MUON = (PARTS.momentum(), PARTS.orthogonal(), PARTS.decay(0.1))
+NORMUON = (PARTS.momentum(), PARTS.orthogonal(), PARTS.row_norm(), PARTS.cautious_decay(0.1))
+UPDATES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str, float]] = {
+    "fk.adamw": (fk.adamw, "fk.adamw", 1.0),
+    "fk.adamw again": (fk.adamw, "fk.adamw", 1.0),
+    "chain of AdamW": (lambda m: fk.optimizer(m, {"*": ADAMW}), "fk.adamw", 1.05),
+    "fk.muon": (fk.muon, "fk.muon", 1.0),
+    "fk.muon again": (fk.muon, "fk.muon", 1.0),
+    "chain of Muon": (lambda m: fk.optimizer(m, {"matrix": MUON, "*": ADAMW}), "fk.muon", 1.05),
+    "chain of NorMuon": (
+        lambda m: fk.optimizer(m, {"matrix": NORMUON, "*": ADAMW}),
+        "fk.muon",
+        1.2,
+    ),
+    "chain of SOAP": (
+        lambda m: fk.optimizer(m, {"matrix": (PARTS.soap(), PARTS.decay(0.1)), "*": ADAMW}),
+        "fk.muon",
+        math.inf,
+    ),
+}
+"""How each is built, beside what it is timed, and at most what share of that it may take."""
+
+
+@pytest.fixture(scope="module")
+def update_times() -> Times:
+    model = {"vocab_size": 4096, "dim": 256, "heads": 4, "kv_heads": 2, "ffn_dim": 688}
+    spec = fk.TransformerSpec(**model, layers=4, max_seq_len=256)
+
+    def updating(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], object]:
+        model = fk.Transformer(spec, seed=0)
+        optimizer = make(model)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        return optimizer.step
+
+    return take_turns({name: updating(make) for name, (make, _, _) in UPDATES.items()}, 20)
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_update_time(show, update_times, name):
+    _, baseline, most = UPDATES[name]
+    here = ratio(update_times, name, baseline)
+    noise = band(update_times, f"{baseline} again", baseline)
+    show("update, dim 256, 4 layers", update_times, name, ratio=here, band=noise)
+    assert here <= most * (1 + noise) or "again" in name, f"{here:.3f}, A/A {noise:.3f}"

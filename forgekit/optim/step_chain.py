@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from forgekit.optim.owners import Bundle, bundles, from_owners, to_owners, total_over_shards
-from forgekit.optim.step_each import call_closure, is_skipped, keep_or_write
+from forgekit.optim.step_each import call_closure, is_skipped, keep_or_write, scaled_gradient
 from forgekit.optim.transforms import At, State, Tensors, Transform, middle_of
 from forgekit.tensors import local, wide
 
@@ -146,14 +146,8 @@ class _Step:
             torch._foreach_add_(counts, [good] * len(counts))  # one number for all waits on a CPU
 
     def _at(self, parameters: list[Tensor], shards: Tensors, step: Tensor) -> At:
-        scale, group = vars(self.optimizer).get("grad_scale"), self.group
-        gradients = Tensors()
-        for parameter, shard in zip(parameters, shards, strict=True):
-            # Of those that step together each counts: a step of a model gives zeros to the unused.
-            gradient = torch.zeros_like(shard) if parameter.grad is None else local(parameter.grad)
-            gradients.append(gradient.to(wide(gradient.dtype)))
-        if scale is not None:
-            gradients = [gradient / scale.to(gradient.dtype) for gradient in gradients]
+        group = self.group
+        gradients = [scaled_gradient(self.optimizer, parameter) for parameter in parameters]
         number = group.get("state_step", 0) + 1
         return At(
             step=step,

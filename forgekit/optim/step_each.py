@@ -1,8 +1,9 @@
 """An optimizer as one pure function of a parameter's values, its gradient and its state.
 
-To add an optimizer, write one file with a rule and a class whose ``step`` hands it to
-``step_each`` (``lion.py`` is one), and a row in ``tests/optim/optimizers.py``, where the contract
-of all optimizers is: layouts, skipped steps, resuming. No other file changes.
+What is a direction is a chain of transforms (``transforms.py``); a rule is for what needs more, as
+schedule-free AdamW. To add one, write it and a class whose ``step`` hands it to ``step_each``, and
+a row in ``tests/optim/optimizers.py``, where the contract of all optimizers is: layouts, skipped
+steps, resuming. No other file changes.
 
 ``update`` leaves two 0-d tensors on an optimizer: ``grad_scale``, by which gradients are divided,
 and ``found_inf``, 1.0 where the step is bad. Nothing is read on the host: new values are computed
@@ -11,7 +12,7 @@ in either case, and old ones kept where the step is bad, to the bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,32 +51,20 @@ def step_each(
     """
     loss, skip = call_closure(closure), is_skipped(optimizer)
     for group in optimizer.param_groups:
-        for parameter in with_gradient(group):
-            step_one(optimizer, group, parameter, rule, init, skip)
+        for parameter in (p for p in group["params"] if p.grad is not None):
+            entries, shard = optimizer.state[parameter], local(parameter)
+            if not entries:
+                entries.update(init(parameter))
+            for name, entry in entries.items():
+                if isinstance(entry, Tensor) and not entry.ndim:
+                    entries[name] = entry.to(shard.device)  # a checkpoint may bring it on the host
+            state = {name: local(t) for name, t in entries.items() if isinstance(t, Tensor)}
+            gradient = scaled_gradient(optimizer, parameter)
+            values, changed = rule(shard.to(gradient.dtype), gradient, state, group)
+            keep_or_write(skip, shard, values)
+            for name, value in changed.items():
+                keep_or_write(skip, state[name], value)
     return loss
-
-
-def step_one(
-    optimizer: Optimizer,
-    group: dict[str, Any],
-    parameter: nn.Parameter,
-    rule: Rule,
-    init: Init,
-    skip: Tensor | None,
-) -> None:
-    """Step one parameter of a group, which has a gradient, in place; see ``step_each``."""
-    entries, shard = optimizer.state[parameter], local(parameter)
-    if not entries:
-        entries.update(init(parameter))
-    for name, entry in entries.items():
-        if isinstance(entry, Tensor) and not entry.ndim:
-            entries[name] = entry.to(shard.device)  # a checkpoint may bring it on the host
-    state = {name: local(t) for name, t in entries.items() if isinstance(t, Tensor)}
-    (gradient,) = gradients_of(optimizer, [parameter])
-    values, changed = rule(shard.to(gradient.dtype), gradient, state, group)
-    keep_or_write(skip, shard, values)
-    for name, value in changed.items():
-        keep_or_write(skip, state[name], value)
 
 
 def zeros(*names: str) -> Init:
@@ -93,17 +82,14 @@ def call_closure(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def with_gradient(group: dict[str, Any]) -> list[nn.Parameter]:
-    """Return the parameters of a group that a step moves."""
-    return [parameter for parameter in group["params"] if parameter.grad is not None]
+def scaled_gradient(optimizer: Optimizer, parameter: Tensor) -> Tensor:
+    """Return this rank's part of a gradient in float32 or wider, divided by ``grad_scale``.
 
-
-def gradients_of(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return this rank's parts of gradients in float32 or wider, divided by ``grad_scale``."""
-    parts = [local(p.grad) for p in parameters if p.grad is not None]
-    parts = [part.to(wide(part.dtype)) for part in parts]
-    scale = vars(optimizer).get("grad_scale")
-    return parts if scale is None else [part / scale.to(part.dtype) for part in parts]
+    Without a gradient it is zeros: a step of a model gives them to parameters that nothing used.
+    """
+    part = torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
+    part, scale = part.to(wide(part.dtype)), vars(optimizer).get("grad_scale")
+    return part if scale is None else part / scale.to(part.dtype)
 
 
 def is_skipped(optimizer: Optimizer) -> Tensor | None:

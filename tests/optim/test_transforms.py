@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -320,6 +322,21 @@ def count_collectives(rank, world):
             for kind in ("all_reduce", "all_to_all")
         }
     return found
+
+
+def test_the_transform_of_the_page_is_twelve_lines_and_runs():
+    """Both chains of the page, on a model whose output has weights of its own."""
+    page = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
+    blocks = [b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "fk.optimizer" in b]
+    for block in blocks:
+        names = {"fk": fk, "torch": torch, "model": build()}
+        exec(block, names)
+        start = parameters_of(names["model"])
+        step_with(names["model"], names["optimizer"], 0)
+        moved = parameters_of(names["model"])
+        assert all(not torch.equal(moved[name], start[name]) for name in start)
+    function = blocks[1][: blocks[1].index("optimizer = ")]
+    assert len([line for line in function.splitlines() if line.strip()]) <= 12
 
 
 # What is refused
