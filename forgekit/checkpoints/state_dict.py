@@ -22,7 +22,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import attrs
@@ -165,12 +164,10 @@ def _join_entries(first: dict[str, Any], second: dict[str, Any]) -> dict[str, An
     """Join one parameter's entries; of a dict, ranks may hold different items."""
     joined = second | first
     for key in first.keys() & second.keys():
-        nodes = [
-            node.get("$dict") if isinstance(node, dict) else None
-            for node in (second[key], first[key])
-        ]
-        if None not in nodes:
-            joined[key] = {"$dict": [*dict(chain(*nodes)).items()]}
+        nodes = [node for node in (second[key], first[key]) if isinstance(node, dict)]
+        if len(nodes) == 2 and all("$dict" in node for node in nodes):
+            items = dict(pair for node in nodes for pair in node["$dict"])
+            joined[key] = {"$dict": [*items.items()]}
     return joined
 
 

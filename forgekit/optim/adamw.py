@@ -101,7 +101,8 @@ class StochasticAdamW(Optimizer):
         """Step all parameters; return what ``closure``, called once, returned."""
 
         def chain_of(group: dict[str, Any]) -> tuple[Transform, ...]:
-            return adam(*group["betas"], group["eps"]), decay()
+            beta1, beta2 = group["betas"]
+            return adam(beta1, beta2, group["eps"]), decay()
 
         return step_chain(self, chain_of, closure, reads={"step"}, finish=round_values)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -17,7 +18,7 @@ from forgekit.optim.chain import chain_optimizers
 from forgekit.optim.groups import ROLES, check_patterns, decay_groups, roles_of
 from forgekit.optim.step_chain import owned_matrices, step_chain
 from forgekit.optim.transforms import Transform, check_chain
-from forgekit.tensors import wide
+from forgekit.tensors import local, wide
 
 Chain = Sequence[Transform]
 _ENDS = {"lr_scale", "rounding_seed"}
@@ -76,7 +77,7 @@ def optimizer(
     fused: list[dict[str, Any]] = []
     for key, all_links in by_key.items():
         chain, ends, seed = _without_ends(key, all_links)
-        names = {model.get_parameter(name): name for name in taken[key]}
+        names: dict[Tensor, str] = {model.get_parameter(name): name for name in taken[key]}
         reads = _check(key, chain, names)
         made = [{**group, **ends} for group in _groups(key, chain, names, decays, split or {})]
         if seed is not None:
@@ -214,6 +215,8 @@ def _check(key: str, chain: Chain, names: Mapping[Tensor, str]) -> set[str]:
             )
     like = next(iter(names), torch.empty(6, 4, device="meta"))  # a stage may have none
     shape = tuple(min(size, SMALL) for size in (like.shape[-2:] if wholes else like.shape))
+    is_real = not isinstance(local(like), FakeTensor) and not like.is_meta
     # Apart from dry runs, whose tensors have no values.
     with torch.no_grad(), _disable_current_modes():
-        return check_chain(repr(key), chain, shape, wide(like.dtype))
+        small = torch.empty(shape, dtype=wide(like.dtype), device=like.device if is_real else "cpu")
+        return check_chain(repr(key), chain, small)

@@ -171,8 +171,7 @@ def total_over_shards(parameters: Sequence[Tensor], numbers: Sequence[Tensor]) -
     Returns:
         The sums, one collective for each dimension of a mesh on which parameters are sharded.
     """
-    stacked = torch.stack([*numbers])
-    home, sharded = stacked.device, {}
+    sums, sharded = [*numbers], {}
     for number, parameter in enumerate(parameters):
         for split in splits_of(parameter):
             if split.dim is not None:
@@ -181,10 +180,11 @@ def total_over_shards(parameters: Sequence[Tensor], numbers: Sequence[Tensor]) -
                 device = parameter.device_mesh.device_type
                 sharded.setdefault(group, (device, []))[1].append(number)
     for group, (device, which) in sharded.items():
-        part = stacked[which].to(device)
+        part = torch.stack([sums[number] for number in which]).to(device)
         dist.all_reduce(part, group=group)
-        stacked[which] = part.to(home)
-    return [*stacked.unbind()]
+        for number, value in zip(which, part, strict=True):
+            sums[number] = value.to(numbers[number].device)
+    return sums
 
 
 def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

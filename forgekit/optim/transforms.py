@@ -349,16 +349,13 @@ def middle_of(chain: Sequence[Transform]) -> slice:
     return slice(wholes[0], wholes[-1] + 1) if wholes else slice(len(chain), len(chain))
 
 
-def check_chain(
-    where: str, chain: Sequence[Any], shape: Sequence[int], dtype: torch.dtype
-) -> set[str]:
+def check_chain(where: str, chain: Sequence[Any], like: Tensor) -> set[str]:
     """Try each transform of a chain on a small tensor, and refuse what breaks the rules.
 
     Args:
         where: What the chain is for, for messages.
         chain: The transforms.
-        shape: Of the tensor.
-        dtype: Of directions and values.
+        like: A tensor of its shape, dtype and device.
 
     Returns:
         What of ``at`` the transforms read; on owners it is named ``"whole values"`` and so on.
@@ -384,9 +381,9 @@ def check_chain(
                 )
             names[name] = each.name
     generator = torch.Generator().manual_seed(0)
-    draw = [torch.randn(*shape, generator=generator, dtype=dtype) for _ in range(3)]
+    draw = [torch.randn(like.shape, generator=generator).to(like) for _ in range(3)]
     directions, reads = [draw[0]], set()
-    one = torch.ones((), dtype=torch.float64)
+    one = torch.ones((), dtype=torch.float64, device=like.device)
     on_owners = {*chain[middle_of(chain)]}
     for is_due in (True, False):
         at = At(one, one, [draw[1]], [draw[2]], lambda numbers: [*numbers], lambda _, d=is_due: d)
