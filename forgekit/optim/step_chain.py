@@ -139,7 +139,13 @@ class _Step:
             moved = torch._foreach_add(at.values, directions, alpha=-self.lr)
         pairs = zip(parameters, moved, strict=True)
         moved = [self.finish(self.group, p, values, at.step) for p, values in pairs]
-        for old, new in [*zip(shards, moved, strict=True), *self.writes]:
+        # State first: it may become the values, or what another entry was.
+        olds = {id(old) for old, _ in self.writes}
+        writes = [
+            (old, new.clone() if new is not old and id(new) in olds else new)
+            for old, new in self.writes
+        ]
+        for old, new in [*writes, *zip(shards, moved, strict=True)]:
             keep_or_write(None if self.skip is None else self.skip.to(old.device), old, new)
         if counts:
             good = torch.ones_like(counts[0]) if self.good is None else self.good
@@ -190,7 +196,7 @@ class _Step:
         entries, dtype = self.optimizer.state[parameter], wide(parameter.dtype)
         if name not in entries:
             shard = local(parameter)
-            made = make(shard.to(dtype))
+            made = make(shard.to(dtype)).clone()  # not the parameter itself
             entries[name] = made
             if made.shape == shard.shape and isinstance(parameter, DTensor):
                 entries[name] = torch.empty_like(parameter, dtype=made.dtype)

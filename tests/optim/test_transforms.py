@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -322,6 +323,32 @@ def count_collectives(rank, world):
             for kind in ("all_reduce", "all_to_all")
         }
     return found
+
+
+def remember(directions, state, at):
+    """Everything that is returned is what was given."""
+    kept = {"older": state["previous"], "previous": directions, "values": at.values}
+    return [d - o for d, o in zip(directions, state["older"], strict=True)], kept
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_state_may_become_what_was_given(whole):
+    """Other entries, directions and values; and an optimizer is copied with all of it."""
+    makes = dict.fromkeys(("older", "previous"), torch.zeros_like)
+    link = parts.transform(remember, state={**makes, "values": lambda w: w}, whole=whole)
+    model = nn.Linear(3, 2, bias=False).double()
+    weights, gradients = [model.weight.detach().clone()], [draw(2, 3, seed=n) for n in range(4)]
+    optimizer = fk.optimizer(model, {"*": (link,)}, lr=0.1)
+    for step, gradient in enumerate(gradients):
+        if step == 2:
+            model, optimizer = copy.deepcopy((model, optimizer))
+        model.weight.grad = gradient
+        optimizer.step()
+        older = gradients[step - 2] if step > 1 else torch.zeros(2, 3)
+        weights.append(weights[-1] - 0.1 * (gradient - older))
+        torch.testing.assert_close(model.weight.detach(), weights[-1], rtol=0, atol=1e-15)
+    values = optimizer.state[model.weight]["values"]
+    torch.testing.assert_close(values[0] if whole else values, weights[3], rtol=0, atol=1e-15)
 
 
 def test_the_transform_of_the_page_is_twelve_lines_and_runs():
