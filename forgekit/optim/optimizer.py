@@ -177,11 +177,6 @@ def _decay_of(key: str, chain: Chain, decays: bool) -> float:
     rules = [each.options for each in chain if "rate" in each.options]
     if len(rules) > 1:
         raise ValueError(f"the chain of {key!r} decays twice; leave one of them out.")
-    if rules and key in ("embedding", "norm") and not rules[0]["everything"]:
-        raise ValueError(
-            f"the chain of {key!r} decays, and embeddings, norms and biases do not unless "
-            "asked for. Leave decay out, or pass everything=True to it."
-        )
     return rules[0]["rate"] if rules and (decays or rules[0]["everything"]) else 0.0
 
 
@@ -196,7 +191,8 @@ def _groups(
     groups: dict[tuple[float, tuple[int, ...] | None], list[Tensor]] = {}
     for parameter, name in names.items():
         rows = next((tuple(rows) for p, rows in split.items() if fnmatchcase(name, p)), None)
-        kind = _decay_of(key, chain, parameter in decays), rows
+        is_told = key in ("embedding", "norm", name)  # and not only among others
+        kind = _decay_of(key, chain, is_told or parameter in decays), rows
         groups.setdefault(kind, []).append(parameter)
     kinds = sorted(groups, key=lambda kind: -kind[0])
     return [

@@ -203,8 +203,8 @@ def decay(rate: float = 0.1, *, everything: bool = False) -> Transform:
 
     Args:
         rate: The group's ``weight_decay``.
-        everything: Whether embeddings, norms and biases decay too; by default they do not, as with
-            ``fk.adamw``.
+        everything: Whether embeddings, norms and biases decay too. By default they do not, as with
+            ``fk.adamw``, unless the chain is that of their role or of a parameter's full name.
 
     References:
         https://arxiv.org/abs/1711.05101
@@ -250,10 +250,7 @@ def scale(factor: float) -> Transform:
     """
     check_numbers(factor=(factor, 0))
 
-    def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:  # noqa: ARG001
-        return [*torch._foreach_mul(d, factor)], state
-
-    return transform(apply, name="scale", options={"lr_scale": factor})
+    return transform(_by_the_optimizer, name="scale", options={"lr_scale": factor})
 
 
 def stochastic_rounding(seed: int = 0) -> Transform:
@@ -265,11 +262,12 @@ def stochastic_rounding(seed: int = 0) -> Transform:
         seed: Seed of the rounding.
     """
     check_integers(seed=(seed, 0))
+    options = {"rounding_seed": seed}
+    return transform(_by_the_optimizer, name="stochastic_rounding", options=options)
 
-    def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:  # noqa: ARG001
-        return d, state
 
-    return transform(apply, name="stochastic_rounding", options={"rounding_seed": seed})
+def _by_the_optimizer(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:  # noqa: ARG001
+    return d, state
 
 
 def clip_value(most: float) -> Transform:

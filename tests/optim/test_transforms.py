@@ -197,7 +197,10 @@ def test_decay_of_everything_and_scales_of_other_chains():
     model = build()
     start = parameters_of(model)
     chain = (parts.lion_sign(), parts.decay(0.5, everything=True), parts.scale(3.0))
-    state = fk.TrainState.create(model, fk.optimizer(model, {"*": chain}))
+    by_name = (parts.lion_sign(), parts.decay(0.5), parts.scale(3.0))
+    names = ("embedding", "norm", "layers.0.attention.query.weight")
+    chains = {**dict.fromkeys(names, by_name), "*": chain}
+    state = fk.TrainState.create(model, fk.optimizer(model, chains))
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     for group in state.optimizer.param_groups:
@@ -207,6 +210,14 @@ def test_decay_of_everything_and_scales_of_other_chains():
     assert_close(parameters_of(model), expected, 1e-15)
     shown = fk.optim.parameters_by_optimizer(model, state.optimizer)
     assert shown == {"lion_sign + decay": [*start]}
+    model = build()
+    decays = {
+        p: group["weight_decay"]
+        for group in fk.optimizer(model, {"*": by_name}).param_groups
+        for p in group["params"]
+    }
+    for name, parameter in model.named_parameters():
+        assert decays[parameter] == 0.5 * (parameter.ndim > 1 and "embedding" not in name)
 
 
 def test_stochastic_rounding_ends_any_chain():
@@ -435,10 +446,6 @@ REFUSED = {
     },
     "^the chain of '.' decays twice; leave one": {
         "*": (parts.adam(), parts.decay(), parts.cautious_decay())
-    },
-    "^the chain of 'embedding' decays, and embeddings, norms and biases do not unless": {
-        "embedding": (parts.adam(), parts.decay()),
-        **REST,
     },
 }
 
