@@ -146,6 +146,24 @@ def test_a_chain_is_the_loop_of_its_paper(name, shape):
     torch.testing.assert_close(found, torch.stack([one.w for one in plain]), rtol=0, atol=1e-12)
 
 
+def test_factored_moments_are_torchs_adafactor():
+    """Its rate is relative to the weights unless their mean square is below ``eps[1]``."""
+    found = []
+    for make in (
+        lambda m: fk.optimizer(m, {"*": parts.adafactor()}, lr=LR),
+        lambda m: torch.optim.Adafactor(m.parameters(), lr=LR, eps=(1e-15, 1.0)),
+    ):
+        model = nn.Linear(4, 6, bias=False).double()
+        with torch.no_grad():
+            model.weight.copy_(0.1 * draw(6, 4))
+        optimizer = make(model)
+        for step in range(6):
+            model.weight.grad = draw(6, 4, seed=step)
+            optimizer.step()
+        found.append(model.weight.detach())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-15)
+
+
 def test_polar_express_brings_all_singular_values_near_1():
     """Newton-Schulz leaves them between 0.7 and 1.2; and parts are matrices of their own."""
     u, _, v = torch.linalg.svd(draw(12, 6), full_matrices=False)
