@@ -1,4 +1,4 @@
-"""Micro-batches: their keys and shapes, and the functions that make, pad and slice them.
+"""Micro-batches: keys and shapes, and functions that make, pad and slice them.
 
 A micro-batch is a TensorDict, ``batch_size=[b]``, of ``input_ids`` and ``labels``, ``[b s]``
 integers, and where they apply ``position_ids`` and ``doc_ids``, ``[b s]``, and ``source``, ``[b]``.
@@ -74,7 +74,7 @@ def check_batch(batch: TensorDict) -> None:
 
 
 def shift_labels(batch: TensorDict) -> TensorDict:
-    """Make inputs and labels from rows that hold one token more.
+    """Split rows of ``s + 1`` tokens into inputs and labels.
 
     With ``doc_ids`` no label crosses from one document into the next, nor into padding.
 
@@ -100,7 +100,7 @@ def shift_labels(batch: TensorDict) -> TensorDict:
             'Delete them first if they are not shifted: del batch["labels"].'
         )
     ids = batch["input_ids"]
-    if ids.ndim != 2 or ids.shape[1] < 2:  # of no position a loss would be nan
+    if ids.ndim != 2 or ids.shape[1] < 2:  # a loss over no position would be NaN
         raise ValueError(
             f'"input_ids" has shape {tuple(ids.shape)}; shifting needs [b s+1] with s at least 1.'
         )
@@ -118,7 +118,7 @@ def shift_labels(batch: TensorDict) -> TensorDict:
 
 
 def mask_batch(batch: TensorDict) -> TensorDict:
-    """Copy a micro-batch without its loss: padding for the end of the data.
+    """Copy a micro-batch with all labels masked: padding for the end of the data.
 
     Every rank must bring the same number of micro-batches to a step; a masked one costs a forward
     and a backward pass and changes nothing.
@@ -138,7 +138,7 @@ def mask_batch(batch: TensorDict) -> TensorDict:
 
 
 def mask_rows(batch: TensorDict, keep: int) -> TensorDict:
-    """Copy a micro-batch, with a loss in its first ``keep`` rows only."""
+    """Copy a micro-batch with all labels masked but those of its first ``keep`` rows."""
     _check_signed(batch)
     masked = batch.clone()
     masked["labels"][keep:] = IGNORED
@@ -209,10 +209,10 @@ def pad_positions(
         >>> pad_positions(row, 3)["labels"]
         tensor([   6,    7, -100])
     """
-    check_has(batch, "labels")  # made of padded ids, they would train on padding
+    check_has(batch, "labels")  # labels made later from padded ids would train on padding
     shape = batch["input_ids"].shape
     length = -(-(shape[-1] if positions is None else positions) // multiple) * multiple
-    if length < shape[-1]:  # torch would cut the row
+    if length < shape[-1]:  # torch would truncate the row
         raise ValueError(
             f"a row has {shape[-1]} positions, more than {length}; truncate or drop long rows, or "
             "pack documents: forgekit.pack."
@@ -265,7 +265,7 @@ def read_rows(dataset: Any, rows: Sequence[int]) -> TensorDict:
 
 
 def check_alike(parts: Mapping[str, Mapping[Any, Any]], dim: int = 0) -> None:
-    """Refuse parts of a batch that cannot be joined.
+    """Raise if samples or micro-batches cannot be joined.
 
     Args:
         parts: Dicts of tensors, by the name of each in messages.
@@ -288,7 +288,7 @@ def check_alike(parts: Mapping[str, Mapping[Any, Any]], dim: int = 0) -> None:
 
 
 def check_has(batch: Any, key: str) -> None:
-    """Refuse a batch without a key.
+    """Raise if a batch lacks a key.
 
     Raises:
         ValueError: Says how to add it.
@@ -299,7 +299,7 @@ def check_has(batch: Any, key: str) -> None:
 
 
 def apply_transforms(batch: TensorDict, transforms: Iterable[Any]) -> TensorDict:
-    """Call functions of a micro-batch one after another.
+    """Apply functions to a micro-batch, one after another.
 
     Raises:
         ValueError: If one returns no TensorDict, or changes the number of rows, since rows count
@@ -321,7 +321,7 @@ def apply_transforms(batch: TensorDict, transforms: Iterable[Any]) -> TensorDict
 def shard_sequence(
     batch: TensorDict, *, rank: int, world: int, method: Slicing = "zigzag"
 ) -> TensorDict:
-    """Take one rank's positions of a micro-batch of whole sequences.
+    """Slice a micro-batch of whole sequences to one rank's positions.
 
     Args:
         batch: ``input_ids`` ``[b s]``. Sliced are ``[b s ...]`` tensors under the names of
@@ -382,7 +382,7 @@ def unshard_sequence(slices: Sequence[TensorDict], *, method: Slicing = "zigzag"
 def slice_positions(
     tensor: Tensor, *, rank: int, world: int, method: Slicing = "zigzag", dim: int = 0
 ) -> Tensor:
-    """Take one rank's positions along one dimension of a tensor.
+    """Slice a tensor to one rank's positions along a dimension.
 
     Args:
         tensor: ``[... s ...]``.

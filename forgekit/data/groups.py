@@ -24,14 +24,14 @@ from forgekit.data.batch import mask_batch
 
 
 class End(Protocol):
-    """What ``groups`` asks of a ``DataEnd``."""
+    """The interface that ``groups`` needs from a ``DataEnd``."""
 
     def watch(self, has_more: Callable[[], bool]) -> None:
-        """Register a function that returns whether this rank has data for another group."""
+        """Register a function that says whether this rank has data for another group."""
         ...
 
     def goes_on(self, groups: int) -> bool:
-        """Whether another group follows after this many; the same on every rank."""
+        """Whether another group follows after so many; the same on every rank."""
         ...
 
 
@@ -129,13 +129,13 @@ class Group:
 
 
 class _Source:
-    """The shared stream: its micro-batches by number, each pulled once and in order."""
+    """The stream behind all groups: micro-batches by number, each pulled once and in order."""
 
     def __init__(self, stream: Iterable[Any], total: float | None) -> None:
         self._stream: Any = stream
         self._iterator, self._total = iter(stream), total
         self._pulled = 0
-        self._ahead: Any = None  # pulled to find the end, and not yet used: with its rows
+        self._ahead: Any = None  # pulled to look for the end, not yet used; with its rows
         self._last: Any = None
 
     @property
@@ -145,7 +145,7 @@ class _Source:
         return samples if isinstance(samples, int) else None
 
     def padding(self) -> TensorDict:
-        """Make a micro-batch without a loss, of the last one or of the stream's ``padding()``.
+        """Make a micro-batch without a loss from the last one, or by the stream's ``padding()``.
 
         Raises:
             ValueError: If there is neither.
@@ -160,7 +160,7 @@ class _Source:
         return mask_batch(self._last)
 
     def has(self, number: int) -> bool:
-        """Whether this micro-batch exists; pulls it only if the stream cannot tell."""
+        """Whether this micro-batch exists; pulls it if the stream has no length."""
         if self._total is not None:
             return number < self._total
         with suppress(StopIteration):

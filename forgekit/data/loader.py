@@ -1,4 +1,4 @@
-"""The data as a resumable stream of one rank's micro-batches.
+"""A resumable stream of one rank's micro-batches.
 
 The position in the stream is one integer, the number of rows that all ranks have consumed. The next
 rows follow from it alone, so a run resumes exactly on another number of ranks or workers, and no
@@ -28,7 +28,7 @@ from forgekit.devices import check_device
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 OF_THE_RUN = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that a terminal or a scheduler sends to all processes: a run that stops reads on.
+"""Signals sent to the whole process group; workers ignore them, so a stopping run can still read.
 
 Not SIGTERM, by which a pool ends its workers when one of them was killed.
 """
@@ -76,12 +76,12 @@ def make_loader(
         epochs: None never ends, reshuffled each epoch; a micro-batch may cross from one into the
             next. A number ends after that many. Then each rank gets the same number of
             micro-batches, and rows missing at the end are copies without a loss.
-        transforms: Functions of a micro-batch that return one with as many rows, applied in this
-            order in the workers; see ``pad_positions``.
+        transforms: Functions from micro-batch to micro-batch, applied in this order in the workers;
+            the number of rows must not change. See ``pad_positions``.
         device: Where micro-batches are needed. To an accelerator they are copied from pinned
             memory, on a separate stream, while the step computes.
-        ahead: Most micro-batches on the device before they are requested; 0 copies on request.
-        note_documents: Given document ids on the device, and the same on the host:
+        ahead: Maximum number of micro-batches copied to the device ahead of use; 0 disables it.
+        note_documents: Callback ``(device_ids, host_ids)`` for document ids:
             ``state.layout.documents.note``, where attention needs both.
 
     Returns:
@@ -125,7 +125,7 @@ def make_loader(
 
 @attrs.frozen(kw_only=True, eq=False)
 class MicroBatches:
-    """One rank's micro-batches by number: which samples each holds, and how it is built."""
+    """One rank's micro-batches by number: the samples of each, and how to build it."""
 
     dataset: Any
     batch_size: int
@@ -140,23 +140,23 @@ class MicroBatches:
 
     @property
     def stop(self) -> int | None:
-        """The sample after the last one; None without end."""
+        """The sample after the last; None if endless."""
         if (stop := self.samples) is not None:
             for first, rows in self.skips:
                 stop = max(min(stop, first), stop - rows)
         return stop
 
     def __call__(self, number: int) -> TensorDict:
-        """Build this rank's micro-batch of that number."""
+        """Build this rank's micro-batch ``number``."""
         first = self.start + (number * self.world + self.rank) * self.batch_size
         samples, stop = first + np.arange(self.batch_size), self.stop
-        if stop is not None:  # what is behind it is padding: copies of the last row
+        if stop is not None:  # samples past the end are padding: copies of the last row
             samples = np.minimum(samples, stop - 1)
         batch = read_rows(self.dataset, self.rows(samples).tolist())
         if stop is None or first + self.batch_size <= stop:
             return apply_transforms(batch, self.transforms)
         real = max(0, stop - first)
-        # Masked before and after the transforms: they may use labels or make them.
+        # Masked before and after the transforms, which may read labels or make them.
         batch = mask_rows(batch, keep=real) if "labels" in batch else batch
         return mask_rows(apply_transforms(batch, self.transforms), keep=real)
 
@@ -166,12 +166,12 @@ class MicroBatches:
         return max(0, -(-(self.stop - self.start) // (self.world * self.batch_size)))
 
     def consumed(self, number: int) -> int:
-        """Count the rows that all ranks have consumed after this many micro-batches."""
+        """Count the rows that all ranks have consumed after ``number`` micro-batches."""
         rows = self.start + number * self.world * self.batch_size
         return rows if self.stop is None else max(self.start, min(rows, self.stop))
 
     def rows(self, samples: Integers) -> Integers:
-        """Find the rows of samples in the dataset."""
+        """Return the dataset rows of samples."""
         samples = renumber(samples, self.skips)
         if _is_endless(self.dataset):
             return samples
@@ -185,9 +185,9 @@ class Share:
     Attributes:
         first_number: Number of the first one in the step; dropout is seeded by it, so that it does
             not depend on who computes which micro-batch.
-        samples: Rows in them, over the group's ranks and without padding; 0 for a group that is one
-            too many. Such a group has a micro-batch of another one, of which nothing counts.
-        whole: Micro-batches of the whole step, and rows of each over the group's ranks.
+        samples: Rows in them, over the group's ranks and without padding; 0 for a surplus group,
+            which recomputes another group's micro-batch and contributes nothing.
+        whole: Number of micro-batches of the whole step, and rows of each over the group's ranks.
     """
 
     first_number: int
@@ -204,20 +204,20 @@ class Share:
 
 
 class _Part(NamedTuple):
-    """The micro-batches of each step that are taken: from ``first`` to ``stop``, of ``whole``."""
+    """The part of each step's ``whole`` micro-batches that is taken: ``first`` to ``stop``."""
 
     first: int
     stop: int
     whole: int
 
     def number(self, position: int) -> int:
-        """Number of a micro-batch, counted over whole steps, from its position in this part."""
+        """Map a position within this part to the micro-batch number, counted over whole steps."""
         steps, within = divmod(position, self.stop - self.first)
         return steps * self.whole + self.first + within
 
 
 class Loader:
-    """One rank's micro-batches, in order; ``make_loader`` makes one.
+    """One rank's micro-batches, in order; made by ``make_loader``.
 
     A loader with an end has a length, and each ``for`` starts from its beginning. An endless one
     continues where it stopped. Close it, or use it in ``with``, to stop its workers early.
@@ -237,7 +237,7 @@ class Loader:
 
     @property
     def wait_seconds(self) -> float:
-        """How long the consumer has waited, over all micro-batches."""
+        """Total time that the consumer has waited for micro-batches."""
         return self._reader.wait_seconds
 
     @property
@@ -247,7 +247,7 @@ class Loader:
 
     @property
     def is_endless(self) -> bool:
-        """Whether it repeats its epochs without end, and so has no length."""
+        """Whether epochs repeat without end, so that there is no length."""
         return self._batches.stop is None
 
     def micro_batches(self, global_batch_size: int) -> int:
@@ -266,7 +266,7 @@ class Loader:
         return count_micro_batches(global_batch_size, batches.batch_size, batches.world)
 
     def seek(self, start: int, skip: Skips = ()) -> None:
-        """Continue from another sample, also in a running loop, as a rolled-back run does.
+        """Continue from another sample, even within a loop, as a rolled-back run does.
 
         Args:
             start: As in ``make_loader``: ``state.samples``.
@@ -339,7 +339,7 @@ class Loader:
         return Share(low, samples, whole, part.stop - part.first, self._take)
 
     def locate(self, first: int, stop: int) -> list[tuple[str | None, int]]:
-        """Find which row of the dataset each of some samples is.
+        """Return the dataset row of each sample.
 
         Args:
             first: The first sample.
@@ -353,7 +353,7 @@ class Loader:
         return [(None, row) if order is None else order(row) for row in rows.tolist()]
 
     def rows(self, first: int, stop: int) -> Integers:
-        """Find the rows of the dataset that some samples are; a mixture's are its own samples.
+        """Return the dataset rows of samples; those of a mixture are the samples themselves.
 
         Args:
             first: The first sample.

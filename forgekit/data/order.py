@@ -1,4 +1,4 @@
-"""Which row each sample is, of one dataset or of a mixture: a pure function of its number.
+"""The row of each sample, of one dataset or of a mixture: a pure function of its number.
 
 A shuffled array would have to be stored, rebuilt at each resume and equal on all ranks. A keyed
 permutation needs none of this: sample ``i`` of seed ``s`` is the same row on any number of ranks
@@ -45,13 +45,13 @@ Skips = Sequence[tuple[int, int]]
 """Pairs of the first sample and the number of rows, in the numbering before this skip."""
 
 BLOCK = 2**14
-"""Samples per block: of more than 128 sources, as many as the square of their number."""
+"""Samples per block; above 128 sources, the square of their number."""
 
 UNITS = 2**40
 """Weights are whole multiples of ``1 / UNITS``."""
 
 LEAST_SHARE = 1e-6
-"""One row in a million; of a smaller share nobody would ever see one."""
+"""Smallest share of a source: one row in a million."""
 
 BLOCKS_KEPT = 4
 
@@ -59,7 +59,7 @@ BLOCKS_KEPT = 4
 def sample_rows(
     samples: ArrayLike, n: ArrayLike, seed: ArrayLike, *, shuffle: bool = True
 ) -> Integers:
-    """Find the row of each sample number, epoch after epoch.
+    """Return the row of each sample number, epoch after epoch.
 
     Args:
         samples: Sample numbers since the start of training, 0 and up, of any shape.
@@ -80,7 +80,7 @@ def sample_rows(
 
 
 def renumber(samples: ArrayLike, skips: Skips) -> Integers:
-    """Renumber samples as in a stream without skips.
+    """Translate sample numbers to those of a stream without skips.
 
     What remains is numbered as if the skipped samples had never existed. So ``state.samples`` is
     still the only position in the data, and any number of ranks or workers skips the same rows.
@@ -104,7 +104,7 @@ def renumber(samples: ArrayLike, skips: Skips) -> Integers:
 
 @attrs.frozen
 class Phase:
-    """Other weights and another scale of the learning rate from a sample number on.
+    """New weights and a new scale of the learning rate from a sample number on.
 
     A phase lasts until the next one starts and inherits nothing from the one before: whatever it
     does not set has its original value.
@@ -181,7 +181,7 @@ def make_order(
             continue
         before = stretches[-1].taken(start) if stretches else np.zeros(len(rows), np.int64)
         stretches.append(Stretch(start, units, int(_key("blocks", seed)), before))
-    # By name: the shuffle of a source does not depend on the other sources.
+    # By name, so that a source's shuffle does not depend on the other sources.
     keys = np.stack([_key(name, seed) for name in sizes])
     return Order(tuple(sizes), rows, seed, tuple(phases), tuple(stretches), keys)
 
@@ -204,14 +204,14 @@ class Stretch:
 
     @property
     def size(self) -> int:
-        """Samples per block: so many that the largest source can give all others their rest."""
+        """Samples per block: enough for the largest source to absorb the rounding of all others."""
         return max(BLOCK, len(self.units) ** 2)
 
     def counts_until(self, block: int) -> Integers:
-        """Count the samples of each source in the blocks before this one.
+        """Count the samples of each source in the blocks before ``block``.
 
-        Each has its share, rounded to the nearest, and the largest one the rest. In Python's
-        integers, since these products take more than 64 bits.
+        Each source gets its share, rounded, and the largest one the remainder. In Python integers:
+        the products exceed 64 bits.
         """
         samples = block * self.size
         counts = [(2 * samples * units + UNITS) // (2 * UNITS) for units in self.units]
@@ -227,7 +227,7 @@ class Stretch:
         return taken
 
     def assign(self, block: int) -> tuple[Integers, Integers]:
-        """Find the source of each sample of a block, and that source's samples before it."""
+        """Return the source of each sample of a block, and the number of its earlier samples."""
         before = self.before + self.counts_until(block)
         counts = self.before + self.counts_until(block + 1) - before
         key = int(hash_integers(self.start + block * self.size, self.key))
@@ -242,7 +242,7 @@ class Stretch:
 
 @attrs.frozen(eq=False)
 class Order:
-    """Which row of which source each sample is; ``make_order`` makes one.
+    """The source and row of each sample; made by ``make_order``.
 
     Attributes:
         sources: Their names; an integer that stands for a source is an index into them.
@@ -257,16 +257,16 @@ class Order:
     phases: tuple[Phase, ...]
     _stretches: tuple[Stretch, ...] = attrs.field(repr=False)
     _keys: U64 = attrs.field(repr=False)
-    # The last blocks: eight samples cost as much as a block, and the next batch needs the next.
+    # A cache of the last blocks: consecutive batches share them.
     _blocks: dict[Any, Any] = attrs.field(factory=dict, init=False, repr=False)
 
     def __call__(self, sample: int) -> tuple[str, int]:
-        """Find the source, by name, and the row of one sample."""
+        """Return source name and row of one sample."""
         sources, rows = self.find(operator.index(sample))
         return self.sources[int(sources)], int(rows)
 
     def span(self, start: int, count: int) -> tuple[Integers, Integers]:
-        """Find the samples ``start`` to ``start + count - 1``.
+        """Return source and row of the samples ``start`` to ``start + count - 1``.
 
         Args:
             start: The first sample.
@@ -285,7 +285,7 @@ class Order:
         return self.find(np.arange(start, start + count))
 
     def find(self, samples: ArrayLike) -> tuple[Integers, Integers]:
-        """Find any samples; consecutive ones cost least.
+        """Return source and row of any samples; consecutive ones cost least.
 
         Args:
             samples: Sample numbers of any shape.
@@ -346,7 +346,7 @@ class Order:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the order: equal strings mean the same row at each sample."""
+        """Fingerprint of the order: equal strings mean the same row at each sample."""
         return self.fingerprint_at(LARGEST)
 
     def fingerprint_at(self, samples: int) -> str:
@@ -360,7 +360,7 @@ class Order:
         return digest(SAMPLE_ORDER, self.seed, self.sources, self.sizes, parts)
 
     def _block(self, at: tuple[int, int]) -> tuple[Integers, Integers]:
-        """Find the sources and rows of a whole block, by the number of its stretch and its own."""
+        """Compute sources and rows of a block, by the numbers of stretch and block."""
         if (block := self._blocks.get(at)) is None:
             sources, nth = self._stretches[at[0]].assign(at[1])
             block = sources, sample_rows(nth, np.array(self.sizes)[sources], self._keys[sources])
@@ -376,8 +376,8 @@ def _mixed_weights(
     temperature: float,
     phases: Sequence[Phase],
 ) -> Iterator[tuple[int, list[float]]]:
-    """Yield the start and the weights of each phase, also of the time before the first."""
-    if not temperature > 0:  # a negative one would turn the weights upside down
+    """Yield start and weights of each phase, and of the time before the first."""
+    if not temperature > 0:  # a negative one would invert the order of weights
         raise ValueError(f"temperature {temperature} must be above 0; 1.0 changes no weight.")
     if weights is None:
         weights = {name: size / sum(sizes.values()) for name, size in sizes.items()}
@@ -408,7 +408,7 @@ def _mixed_weights(
 
 
 def _units_of(sources: Mapping[str, Any], weights: Sequence[float]) -> tuple[int, ...]:
-    """Divide ``UNITS`` among weights; the largest takes the rest, relative to which it is least."""
+    """Divide ``UNITS`` in proportion to weights; the largest takes the rounding rest."""
     total = sum(weights)
     for name, weight in zip(sources, weights, strict=True):
         if 0 < weight / total < LEAST_SHARE:
@@ -462,7 +462,7 @@ def mixture_dataset(datasets: Mapping[str, Any], order: Order) -> Mixture:
 
 @attrs.frozen(eq=False)
 class Mixture:
-    """Rows of several datasets; ``mixture_dataset`` makes one.
+    """Rows of several datasets; made by ``mixture_dataset``.
 
     Attributes:
         datasets: The datasets, in the sequence of ``order.sources``.
@@ -481,11 +481,11 @@ class Mixture:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the rows: equal strings mean the same row at each sample."""
+        """Fingerprint of the rows: equal strings mean the same row at each sample."""
         return self.fingerprint_at(LARGEST)
 
     def fingerprint_at(self, samples: int) -> str:
-        """Identify the first ``samples`` rows: phases that start later are not included."""
+        """Fingerprint of the first ``samples`` rows; later phases are not part of it."""
         rows = (getattr(dataset, "fingerprint", None) for dataset in self.datasets)
         sources = zip(self.order.sources, rows, strict=True)
         facts = {name: facts_of(row) or {"rows": row} for name, row in sources}

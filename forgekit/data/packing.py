@@ -32,7 +32,7 @@ PackingMethod = Literal["best_fit", "sequential"]
 LongDocuments = Literal["split", "error", "drop"]
 
 PACKING = 2
-"""Incremented when ``pack`` gives other bins for the same arguments."""
+"""Incremented when ``pack`` makes other bins of the same arguments."""
 
 ARRAYS = ("offsets", "documents", "starts", "lengths")
 
@@ -48,7 +48,7 @@ def _fullest(bins: Bins) -> int:
 
 @attrs.frozen(eq=False)
 class Bins:
-    """Documents, or pieces of them, packed into bins; ``pack`` makes it.
+    """Documents, or pieces of them, packed into bins; made by ``pack``.
 
     Bin ``i`` holds the pieces ``offsets[i]`` to ``offsets[i + 1]``, one after the other, each
     padded to a multiple of ``align``. Bins from elsewhere need only the four arrays.
@@ -91,7 +91,7 @@ class Bins:
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.path is not None:  # pickle would copy all that a memory map holds
+        if self.path is not None:  # pickle would copy the memory map's content
             return open_bins, (self.path,)
         return super().__reduce_ex__(protocol)
 
@@ -100,23 +100,23 @@ class Bins:
 
     @property
     def tokens(self) -> int:
-        """Tokens in all bins."""
+        """Number of tokens in all bins."""
         return int(self.lengths.sum())
 
     @property
     def fill(self) -> float:
-        """Share of positions that hold tokens, 0 to 1; the rest is padding."""
+        """Fraction of positions that hold tokens; the rest is padding."""
         return self.tokens / max(1, len(self) * self.capacity)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the bins: equal strings mean equal pieces in each. Reads all arrays, once."""
+        """Fingerprint of the bins: equal strings mean equal pieces in each. Reads all arrays."""
         arrays = (getattr(self, name) for name in ARRAYS)
         return digest(self.capacity, self.align, self.dropped, *arrays)
 
 
 def pad_lengths(lengths: NDArray[np.int64], align: int) -> NDArray[np.int64]:
-    """Round lengths up to multiples of ``align``: the positions that pieces take in a bin.
+    """Round lengths up to multiples of ``align``, the positions that pieces take in a bin.
 
     Examples:
         >>> pad_lengths(np.array([1, 4, 5]), align=4)
@@ -189,7 +189,7 @@ def pack(
     documents = np.repeat(np.arange(len(tokens)), counts)
     starts = (np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]) * capacity
     pieces = np.minimum(tokens[documents] - starts, capacity)
-    # All lengths in units of `align`: there are fewer of them, and the methods need not know it.
+    # Lengths in units of `align`: fewer distinct ones, and the methods need not know it.
     units = pad_lengths(pieces, align) // align
     bin_of = (_sequential if method == "sequential" else _best_fit)(units, capacity // align)
     order = np.argsort(bin_of, kind="stable")
@@ -207,7 +207,7 @@ def cached_bins(
     align: int = 1,
     long: LongDocuments = "split",
 ) -> Bins:
-    """Open the bins that ``pack`` makes of these arguments; make them if they do not exist.
+    """Open the cached result of ``pack`` for these arguments; pack if there is none.
 
     Each set of arguments has its own file, named by a hash of the tokens, the tokenizer beside
     them, and every argument; there is no seed, because packing draws no random numbers. The bins
@@ -244,14 +244,14 @@ def cached_bins(
         content = digest(lengths)
     key = digest(PACKING, content, int(capacity), method, int(align), long)
     file = path_of("folder", folder) / f"bins-{key[:16]}.npy"
-    with contextlib.suppress(ValueError):  # there are none, or damaged ones
+    with contextlib.suppress(ValueError):  # missing or damaged
         return open_bins(file)
     _save(pack(lengths, capacity, method=method, align=align, long=long), file)
     return open_bins(file)
 
 
 def open_bins(file: Path) -> Bins:
-    """Map bins that ``cached_bins`` wrote; pieces are read from disk on use.
+    """Memory-map bins that ``cached_bins`` wrote.
 
     Raises:
         ValueError: If there are none, or a bit has changed since they were written.
@@ -263,7 +263,7 @@ def open_bins(file: Path) -> Bins:
         count = np.searchsorted(offsets, len(offsets) - 1)
         sizes = {"capacity": capacity, "align": align, "dropped": dropped}
         bins = Bins(offsets[: count + 1], *(column[:-1] for column in pieces), **sizes, path=file)
-    except Exception as error:  # a damaged header can raise anything
+    except Exception as error:  # numpy raises anything for a damaged header
         raise ValueError(f"{file} cannot be read ({error}). Delete it, and pack again.") from None
     if _number_of(bins.fingerprint) != checksum:
         raise ValueError(f"{file} has changed since it was written. Delete it, and pack again.")
@@ -271,7 +271,7 @@ def open_bins(file: Path) -> Bins:
 
 
 def _save(bins: Bins, file: Path) -> None:
-    """Write ``[4, pieces + 2]`` int64: the offsets, filled up with the last one, and the pieces.
+    """Write ``[4, pieces + 2]`` int64: the offsets, padded with the last one, and the pieces.
 
     The last column holds a checksum, the capacity, the alignment and how many were dropped.
     """
@@ -299,7 +299,7 @@ def _sequential(lengths: Ints, capacity: int) -> Ints:
     """
     ends = np.concatenate([[0], np.cumsum(lengths)])
     following = np.searchsorted(ends, ends[:-1] + capacity, side="right") - 1
-    next_first = array("q", following.tobytes())  # far cheaper to index one by one than numpy's
+    next_first = array("q", following.tobytes())  # cheaper to index one by one
     firsts, at = [], 0
     while at < len(lengths):
         firsts.append(at)
@@ -309,7 +309,7 @@ def _sequential(lengths: Ints, capacity: int) -> Ints:
 
 
 def _best_fit(lengths: Ints, capacity: int) -> Ints:
-    """Fill the fullest bins with room, all bins of equal free space at once.
+    """Best fit: put each piece into the fullest bin with room, bins of equal space at once.
 
     A bin that has taken a piece has less space than before, so it remains the best fit until it has
     no room for another piece of this length. The cost depends on the number of lengths, not of
@@ -343,7 +343,7 @@ def _best_fit(lengths: Ints, capacity: int) -> Ints:
             bins.extend(used)
             takes.extend(repeat(each, len(used)))
             number -= each * len(used)
-    bin_of = np.empty(len(order), dtype=np.int64)  # bin j takes the next takes[j] of the order
+    bin_of = np.empty(len(order), dtype=np.int64)  # bin j takes the next takes[j] pieces
     bin_of[order] = np.repeat(np.frombuffer(bins, np.int64), np.frombuffer(takes, np.int64))
     return bin_of
 
@@ -351,5 +351,5 @@ def _best_fit(lengths: Ints, capacity: int) -> Ints:
 def _checked_lengths(values: ArrayLike) -> Ints:
     lengths = np.asarray(values)
     check_integers(length=(int(lengths.min(initial=0)), 0))
-    # An empty list is of floats; else a fraction is refused instead of cut off.
+    # An empty list is float64; other floats are refused, not truncated.
     return lengths.astype(np.int64, casting="same_kind" if lengths.size else "unsafe")

@@ -1,4 +1,4 @@
-"""Results computed ahead of their use: by threads, by processes, and copied to a device.
+"""Read-ahead: results computed by threads or processes, and copied to a device.
 
 Threads of ``torchdata.nodes`` or processes compute, and a copy to the device runs while the step
 computes. Results arrive in order; what a worker raises is raised unchanged where its result is due.
@@ -30,7 +30,7 @@ Copy: TypeAlias = tuple[TensorDict, "torch.Event | None"]
 
 
 class Reader:
-    """Takes results from a stream that is opened when the first one is needed.
+    """Takes results from a stream, which is opened on first use.
 
     Attributes:
         wait_seconds: How long the consumer has waited, over all results.
@@ -41,7 +41,7 @@ class Reader:
         self._results: Generator[Any] | None = None
 
     def take(self, open_results: Callable[[], Generator[Any]]) -> Any:
-        """Wait for the next result; after an exception the stream is closed."""
+        """Wait for the next result; an exception closes the stream."""
         began = time.perf_counter()
         try:
             if self._results is None:
@@ -104,8 +104,8 @@ def compute_ahead(
                 raise result.error
             yield result if copies is None else copies.finish(result)
     except RuntimeError as error:
-        # A signal handler that raises between two looks at torchdata's queue leaves its lock
-        # released, which `with` then says in place of what was raised.
+        # A signal handler that raises while torchdata's queue is polled leaves its lock
+        # released; `with` then raises about that instead of the handler's exception.
         if str(error) == "release unlocked lock" and error.__context__ is not None:
             raise error.__context__ from None
         raise
@@ -119,7 +119,7 @@ def compute_ahead(
 
 @attrs.frozen
 class _Raised:
-    """An exception as a result: torchdata would raise another one instead."""
+    """A worker's exception as a result: torchdata would replace it by another."""
 
     error: BaseException
 
@@ -150,7 +150,7 @@ def _start_pool(
     # nothing.
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forgekit.data"])
-    # Workers inherit what is blocked here.
+    # Workers inherit the signal mask.
     resource_tracker.ensure_running()  # which leaves SIGINT unblocked
     before = signal.pthread_sigmask(signal.SIG_BLOCK, spared)
     try:
@@ -172,14 +172,14 @@ def _start_process(work: Callable[[Any], Any]) -> None:
 
 
 def _end_with_parent() -> None:
-    """Exit once the process that reads is gone: one that was killed closes no pool."""
+    """Exit when the reading process is gone: a killed one closes no pool."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
 
 
 def _work_in_process(item: Any) -> bytes:
-    # A plain pickle copies the tensors; shared memory would need a file handle for each.
+    # A plain pickle copies tensors; shared memory would need a file handle for each.
     return pickle.dumps(_work(item), protocol=pickle.HIGHEST_PROTOCOL)
 
 
@@ -203,7 +203,7 @@ class DeviceCopies:
         self._stream = self._module.Stream(device) if hasattr(self._module, "Stream") else None
 
     def start(self, batch: TensorDict) -> Copy:
-        """Start the copy; to an accelerator from pinned memory and on a separate stream."""
+        """Start the copy; to an accelerator it goes from pinned memory on a separate stream."""
         if self._stream is None:
             return batch.to(self.device), None
         done = self._module.Event()
@@ -216,7 +216,7 @@ class DeviceCopies:
         return TensorDict(copied, batch.batch_size), done
 
     def finish(self, copy: Copy) -> TensorDict:
-        """Make the current stream wait for a copy, and keep its memory until the stream is done."""
+        """Make the current stream wait for a copy; its memory stays until the stream is done."""
         batch, done = copy
         if done is not None:
             current = self._module.current_stream(self.device)

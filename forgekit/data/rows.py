@@ -1,4 +1,4 @@
-"""Rows for training: windows over a token file, and packed documents. One builder makes both."""
+"""Rows for training, windows over a token file or packed documents, by one builder."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ Ints = NDArray[np.int64]
 Transform: TypeAlias = Callable[[TensorDict], TensorDict]
 
 Piece: TypeAlias = "tuple[NDArray[Any], NDArray[Any]]"
-"""Tokens of a document, and their labels, the tokens that follow: one less at its end."""
+"""Tokens of a piece of a document and their labels, the next tokens: one less at its end."""
 
 AT_ONCE = 2**20
-"""Pieces that are checked at once, to bound the memory of the check."""
+"""Pieces checked at once, which bounds memory."""
 
 
 def fill_rows(
     rows: Sequence[Iterable[Piece]], seq_len: int, padding: int, align: int = 1
 ) -> TensorDict:
-    """Build the rows of a micro-batch of pieces of documents.
+    """Build the rows of a micro-batch from pieces of documents.
 
     Args:
         rows: The pieces of each row.
@@ -105,7 +105,7 @@ def packed_dataset(
     *,
     transforms: Sequence[Transform] = (),
 ) -> RowDataset:
-    """Make a row of each bin.
+    """Make one row of each bin.
 
     Labels are made inside documents: the label of a token is the next one of its document, even if
     a split put that into another row. So every token is an input once, and every token but the
@@ -145,7 +145,7 @@ def packed_dataset(
 
 @attrs.frozen(eq=False)
 class InMemory:
-    """Documents in memory, with what is read of a token file.
+    """Documents in memory, with the interface of a token file.
 
     Attributes:
         ids: ``[tokens]`` of all documents.
@@ -178,7 +178,7 @@ class InMemory:
 
 @attrs.frozen(eq=False)
 class RowDataset:
-    """Rows of documents; ``token_dataset``, ``packed_dataset`` and ``chat_dataset`` make one.
+    """Rows of documents, made by ``token_dataset``, ``packed_dataset`` or ``chat_dataset``.
 
     Attributes:
         documents: A token file, or documents in memory.
@@ -205,7 +205,7 @@ class RowDataset:
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it; of arrays in memory one more than the highest id."""
+        """Upper bound of the ids; for arrays in memory the highest id plus one."""
         return self.documents.vocab_size
 
     @property
@@ -215,7 +215,7 @@ class RowDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies the rows: equal strings mean the same row at each index.
+        """Fingerprint of the rows: equal strings mean the same row at each index.
 
         It covers the tokens, the bins, and the names of the transforms with the plain arguments
         of partial ones, but not what the transforms do.
@@ -229,7 +229,7 @@ class RowDataset:
         return state_facts(files=files, tokenizer=tokenizer, seq_len=self.seq_len, **facts)
 
     def held_out(self) -> RowDataset | None:
-        """Open the held-out documents that ``forgekit prepare`` wrote beside these.
+        """Open the held-out documents that ``forgekit prepare`` wrote beside the training ones.
 
         Returns:
             Their rows, of the same length, packed by best fit if these are packed; None if there
@@ -252,7 +252,7 @@ class RowDataset:
         return self.__getitems__([row])[0]
 
     def __getitems__(self, rows: Sequence[int]) -> TensorDict:
-        """Build the batch of these rows in one go, ``batch_size=[b]``."""
+        """Build the batch of these rows, ``batch_size=[b]``."""
         spans = [self._spans(int(row)) for row in rows]
         if isinstance(self.documents, TokenFile):
             self.documents.prefetch(itertools.chain.from_iterable(spans))
@@ -266,13 +266,13 @@ class RowDataset:
         return batch
 
     def _spans(self, row: int) -> list[list[int]]:
-        """Find the pieces of a row: its first token, the one after its last, and that of labels."""
+        """Return the pieces of a row as (first token, stop, stop of its labels)."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} must lie in range({len(self)}) of the rows.")
         offsets = self.documents.offsets
         if self.bins is None:
             start = row * self.seq_len
-            stop = min(start + self.seq_len, int(offsets[-1]) - 1)  # each has a label, the next
+            stop = min(start + self.seq_len, int(offsets[-1]) - 1)  # labels are the next tokens
             inner = offsets[slice(*np.searchsorted(offsets, [start + 1, stop]))].tolist()
             ends = [*inner, stop] if self.doc_ids else [stop]
             return [[a, b, b + 1] for a, b in itertools.pairwise([start, *ends])]
@@ -285,7 +285,7 @@ class RowDataset:
         return np.stack([starts, stops, ends], 1).tolist()
 
     def _read(self, start: int, stop: int, end: int) -> Piece:
-        """Read the tokens from ``start`` to ``stop``, and the labels of those up to ``end``."""
+        """Read the tokens ``start`` to ``stop`` and their labels, which end before ``end``."""
         if isinstance(self.documents, TokenFile):
             tokens = self.documents.read(start, end)
             return tokens[: stop - start], tokens[1:]
@@ -293,7 +293,7 @@ class RowDataset:
 
 
 def check_vocabulary(dataset: Any, vocab_size: int) -> None:
-    """Refuse a model whose vocabulary is too small for a dataset.
+    """Raise if a model's vocabulary is too small for a dataset.
 
     Args:
         dataset: Has a ``vocab_size``, or as a mixture several ``datasets`` that do.
@@ -313,7 +313,7 @@ def check_vocabulary(dataset: Any, vocab_size: int) -> None:
 
 
 def _name(transform: Transform) -> str:
-    """Name a function by its module and, if it is partial, by its plain arguments too."""
+    """Name a function with its module and, if it is partial, its plain arguments."""
     if isinstance(transform, partial):
         given = [*enumerate(transform.args), *sorted(transform.keywords.items())]
         plain = [(key, value) for key, value in given if isinstance(value, str | int | float)]
@@ -323,7 +323,7 @@ def _name(transform: Transform) -> str:
 
 
 def _check_bins(bins: Bins, offsets: Ints) -> None:
-    """Read all bins once, some at a time: those of other documents would train on wrong tokens."""
+    """Check all bins against the documents: bins of others would train on wrong tokens."""
     tokens = np.diff(offsets)
     for first in range(0, len(bins.documents), AT_ONCE):
         here = slice(first, first + AT_ONCE)

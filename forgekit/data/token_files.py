@@ -1,4 +1,4 @@
-"""Token files: a directory of numpy arrays with an index, written whole and read by memory map.
+"""Token files: directories of numpy arrays with an index, written atomically and memory-mapped.
 
 ::
 
@@ -47,10 +47,10 @@ OFFSETS = "offsets.npy"
 KIND = {"kind": "forgekit-tokens", "version": 3}
 
 HELD_OUT = "heldout"
-"""The folder of held-out documents inside the token file that ``prepare`` writes."""
+"""Folder of the held-out documents inside a token file of ``prepare``."""
 
 SHARD_TOKENS = 2**25
-"""Tokens of a shard, which is in memory while it is filled."""
+"""Tokens per shard, which is filled in memory."""
 
 
 def write_tokens(
@@ -108,7 +108,7 @@ def fill_tokens(
     metadata: Mapping[str, Any],
     shard_tokens: int,
 ) -> None:
-    """Write a token file into an existing folder, which another one makes durable.
+    """Write a token file into an existing folder; the caller makes the folder durable.
 
     Args:
         folder: The folder; files of the same names in it are replaced.
@@ -130,7 +130,7 @@ def fill_tokens(
     def save(name: str, values: NDArray[Any]) -> None:
         np.save(folder / name, values)
         checksums[name] = " ".join(checksums_of(values, _block_bytes(name, values.nbytes)))
-        digest.update(values.data)  # of the tokens alone, whatever the shards
+        digest.update(values.data)  # of the tokens, however they are divided into shards
 
     for shard in _shards(closed(), shard_tokens, _dtype(vocab_size)):
         save(_shard_name(len(counts)), shard)
@@ -148,12 +148,12 @@ def _dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def _block_bytes(name: str, size: int) -> int:
-    """Offsets are searched, so from a URL they are fetched as a whole."""
+    """Return the block size for fetches from a URL; offsets, which are searched, come whole."""
     return size if name == OFFSETS else BLOCK_BYTES
 
 
 def _shards(documents: Iterable[NDArray[Any]], size: int, dtype: Any) -> Iterator[NDArray[Any]]:
-    """Fill shards of one size, and a rest, with documents; the next shard overwrites the last."""
+    """Yield shards of one size, and a rest, in one buffer that the next shard overwrites."""
     shard, filled = np.empty(size, dtype), 0
     for ids in documents:
         while len(ids):
@@ -169,7 +169,7 @@ def _shards(documents: Iterable[NDArray[Any]], size: int, dtype: Any) -> Iterato
 
 @attrs.frozen(eq=False)
 class TokenFile:
-    """A token file, memory-mapped; ``open_tokens`` makes one.
+    """A memory-mapped token file, made by ``open_tokens``.
 
     Attributes:
         path: Its directory, or its URL.
@@ -197,7 +197,7 @@ class TokenFile:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens, the closing ones included."""
+        """Number of tokens, end-of-document ids included."""
         return int(self.offsets[-1])
 
     @property
@@ -218,7 +218,7 @@ class TokenFile:
         return open_tokens(path) if is_there else None
 
     def prefetch(self, spans: Iterable[Sequence[int]]) -> None:
-        """Fetch the tokens between the first and the last number of each span, if need be.
+        """Fetch the tokens of each span ``(start, stop)``, if they are behind a URL.
 
         Of a token file behind a URL they come all at once; else each read would wait for its own.
         """
@@ -247,7 +247,7 @@ class TokenFile:
 
 
 def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenFile:
-    """Open a token file for reading, after checking the header and size of each of its files.
+    """Open a token file after checking header and size of each of its files.
 
     Behind a URL a block of tokens is fetched when it is read, compared with its checksum, and kept
     on the local disk: in ``FORGEKIT_CACHE``, up to ``FORGEKIT_CACHE_GIB`` (8).
@@ -299,7 +299,7 @@ def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenF
 def _remote(
     folder: Url, names: list[str], counts: list[int], dtype: Any, checksums: dict[str, list[str]]
 ) -> Iterator[RemoteArray]:
-    """Yield the arrays behind a URL, after comparing the size of each file with the index."""
+    """Yield the arrays behind a URL, after checking file sizes against the index."""
     (fs, root), cache = fs_of(folder), BlockCache()
     listed = retried(lambda: fs.ls(root, detail=True, refresh=True), folder)
     sizes = {entry["name"].rpartition("/")[2]: entry["size"] for entry in listed}
@@ -317,7 +317,7 @@ def _remote(
 
 
 def is_token_file(path: str | os.PathLike[str], *, besides: Iterable[str] = ()) -> bool:
-    """Whether a directory is a token file and holds nothing else, names in ``besides`` excepted.
+    """Whether a directory is a token file without other content than names in ``besides``.
 
     Then it may be replaced without losing anybody's files.
     """
@@ -331,7 +331,7 @@ def is_token_file(path: str | os.PathLike[str], *, besides: Iterable[str] = ()) 
 
 
 def token_documents(path: str | os.PathLike[str] | TokenFile) -> NumberedDocuments:
-    """Read the documents of a token file, without the ids that close them.
+    """Read the documents of a token file, without their end-of-document ids.
 
     Args:
         path: What ``write_tokens`` wrote, or what ``open_tokens`` returned.
