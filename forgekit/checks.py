@@ -1,4 +1,4 @@
-"""What users and files give, checked before it is used: numbers, JSON, values for messages.
+"""Checks of what users and files provide (numbers, paths, JSON), and values for messages.
 
 Python takes more than a run can use: ``True`` is an integer to it, and ``""`` a path: this folder.
 Each rule stands here once, with the words of its refusal.
@@ -17,24 +17,24 @@ from pathlib import Path
 from typing import Any
 
 LARGEST = 2**63 - 1
-"""The largest integer that tensors hold."""
+"""The largest int64."""
 
 SHOWN = 60
-"""Characters of a value in a message."""
+"""Maximum length of a value in a message, in characters."""
 
 NAMES_SHOWN = 3
-"""Names of each kind in a message about what differs."""
+"""Maximum number of names of each kind that a message about differences lists."""
 
 
 _URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
 
 class RankCountError(ValueError):
-    """A run cannot be shared by as many ranks as there are; it may go on when there are others."""
+    """This number of ranks cannot share the run; another number may."""
 
 
 def is_integer(value: Any) -> bool:
-    """Say whether a value is one integer, of Python, numpy or torch; a bool is not.
+    """Whether a value is a single integer of Python, numpy or torch; a bool is not one.
 
     Examples:
         >>> is_integer(3), is_integer(True), is_integer(3.0)
@@ -51,7 +51,7 @@ def is_integer(value: Any) -> bool:
 
 
 def check_integers(**numbers: tuple[Any, int] | tuple[Any, int, int]) -> None:
-    """Refuse what is no integer, too small or too large.
+    """Raise for values that are not integers, too small or too large.
 
     Args:
         **numbers: By the argument's name its value, the least and, if it is not ``LARGEST``, the
@@ -77,7 +77,7 @@ def check_integers(**numbers: tuple[Any, int] | tuple[Any, int, int]) -> None:
 
 
 def check_numbers(**numbers: tuple[Any, float]) -> None:
-    """Refuse what is no number, not finite or too small.
+    """Raise for values that are not numbers, not finite or too small.
 
     Args:
         **numbers: By the argument's name its value and the least that it may be.
@@ -101,13 +101,13 @@ def check_numbers(**numbers: tuple[Any, float]) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Say whether a value is one real number, of Python, numpy or torch; a bool is not."""
+    """Whether a value is a single real number of Python, numpy or torch; a bool is not one."""
     return _number(value) is not None
 
 
 def _number(value: Any) -> float | None:
-    """A real number as a float, ``inf`` if it is too large for one; None if it is none."""
-    if isinstance(value, bool) or not hasattr(value, "__float__"):  # which a text has not
+    """Convert a real number to float, ``inf`` if it is too large; None for anything else."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):  # text has none
         return None
     try:
         return float(value)
@@ -118,7 +118,7 @@ def _number(value: Any) -> float | None:
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
-    """Refuse what is none of a few words.
+    """Raise unless a value is one of the allowed words.
 
     Examples:
         >>> check_choice("method", "best", ["zigzag", "contiguous"])
@@ -130,7 +130,7 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def check_rank(rank: Any, world: Any) -> None:
-    """Refuse a rank outside its world.
+    """Raise for a rank outside ``range(world)``.
 
     Raises:
         TypeError: If one of them is no integer.
@@ -145,12 +145,12 @@ def check_rank(rank: Any, world: Any) -> None:
 
 
 def wrong_type(name: str, value: Any, wanted: str) -> TypeError:
-    """Say that a value is of the wrong type, and what to pass instead."""
+    """Build the TypeError for a value of the wrong type, with the remedy."""
     return TypeError(f"{name} is {brief(value)}, a {type(value).__name__}; pass {wanted}.")
 
 
 def quoted(names: Iterable[Any]) -> str:
-    """List names in quotes, for a message; "nothing" if there are none.
+    """List names in quotes for a message; "nothing" if there are none.
 
     Examples:
         >>> print(quoted(["labels", "doc_ids"]), "and", quoted([]))
@@ -160,7 +160,7 @@ def quoted(names: Iterable[Any]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Write a number with its noun, as in a message.
+    """Format a number with its noun.
 
     Examples:
         >>> counted(1, "bad step"), counted(1200, "bad step")
@@ -170,7 +170,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def nearest_multiples(size: int, divisor: int) -> str:
-    """Write the multiples of ``divisor`` around a size that is none, for a message.
+    """Format the nearest multiples of ``divisor``, for an error message.
 
     Examples:
         >>> nearest_multiples(13, 4), nearest_multiples(3, 4)
@@ -183,12 +183,12 @@ def nearest_multiples(size: int, divisor: int) -> str:
 
 
 def divisors(number: int) -> list[int]:
-    """The sizes that divide a number, for a message or a choice among them."""
+    """Return the divisors of a number."""
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def brief(value: Any) -> str:
-    r"""Write a value for a message, cut if it is long.
+    r"""Format a value for a message, truncated if it is long.
 
     Examples:
         >>> print(brief("red: \x1b[31m"), "and", brief("a" * 100))
@@ -199,7 +199,7 @@ def brief(value: Any) -> str:
 
 
 def differences(here: Mapping[str, Any], there: Mapping[str, Any]) -> str:
-    """Say what differs by name, of each kind the first few; nothing if all is equal.
+    """Describe the first few differences of each kind by name; "" if all is equal.
 
     Examples:
         >>> differences({"up": 1, "norm": 2}, {"upp": 1, "norm": 3})
@@ -238,7 +238,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def path_of(name: str, value: Any) -> Path:
-    """Read a path that a file system could hold.
+    """Convert to a path; raise if it is empty, a URL, or invalid on a file system.
 
     Args:
         name: The argument's name.
@@ -264,12 +264,12 @@ def path_of(name: str, value: Any) -> Path:
 
 
 def path_problem(text: str) -> str | None:
-    """Say that a path is empty, which would be the current folder; None if it is not."""
+    """Return why a path is refused: an empty one would be the current folder; else None."""
     return None if text else 'is empty; name a file or folder. "." is the current folder'
 
 
 def parse_json(content: str | bytes) -> Any:
-    """Parse JSON in which nothing is ambiguous.
+    """Parse JSON; raise if an object has a key twice.
 
     Args:
         content: One value; bytes are UTF-8.
@@ -292,7 +292,7 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def _with_nearest(name: str, names: Iterable[str]) -> str:
-    """Write a name for a message, with the most similar one that is there."""
+    """Format a name for a message, with the most similar known one."""
     nearest = difflib.get_close_matches(name, [*names], n=1)
     return f"{name!r} (nearest: {nearest[0]!r})" if nearest else f"{name!r}"
 

@@ -37,14 +37,14 @@ __all__ = ["ConfigError", "key", "load_config", "structure", "to_dict"]
 
 ConfigT = TypeVar("ConfigT")
 Problems = list[tuple[str, str]]
-"""Pairs of dotted path and text; the path is empty for the configuration as a whole."""
+"""Pairs of dotted path and message; the path is empty for the whole configuration."""
 UNKNOWN, REQUIRED = "unknown key", "required, but not given"
 SCALARS = (bool, int, float, str, Path, Url)
 LONGEST = 60
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, not only the first mistake.
+    """All mistakes of a configuration, not only the first.
 
     Attributes:
         problems: Pairs of dotted path and text.
@@ -62,7 +62,7 @@ class ConfigError(ValueError):
 
 
 def key(default: Any, text: str, *, at_least: float | None = None, inf: bool = False) -> Any:
-    """Declare a key of a configuration class with what ``--help`` says about it.
+    """Declare a key of a configuration class with its ``--help`` text.
 
     Args:
         default: Its default value; ``attrs.NOTHING`` if it has to be given.
@@ -133,7 +133,7 @@ def load_config(
     for path, value in overrides:
         tree = _put(cls, tree, path.split("."), _parse(value))
     config, wrong = _read_all(cls, tree)
-    # Keys may be missing only because the file could not be read.
+    # A file that could not be read would make keys seem missing.
     problems += [p for p in wrong if not (file_problems and p[1].startswith(REQUIRED))]
     if problems:
         lines = [f"{program}: the configuration was refused.", *ConfigError(problems).errors]
@@ -198,7 +198,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 def keys_of(
     cls: Any, tree: Mapping[str, Any] | None = None, prefix: str = ""
 ) -> Iterator[tuple[str, Any, str, str]]:
-    """All dotted keys of ``cls`` with type, default and description, in the order of its fields."""
+    """List the dotted keys of ``cls`` with type, default and description, in field order."""
     tree, texts = _defaults(cls) if tree is None else tree, _descriptions(cls)
     for alias, field in _fields(cls).items():
         name, section = f"{prefix}{alias}", _section(field.type)
@@ -218,7 +218,7 @@ def keys_of(
 
 
 def name_of(kind: Any) -> str:
-    """Write a type; choices and ``none`` as they are typed on the command line."""
+    """Format a type; choices and ``none`` as they are typed on the command line."""
     if kind in (NoneType, ...):
         return "none" if kind is NoneType else "..."
     if get_origin(kind) is Literal:
@@ -231,25 +231,25 @@ def name_of(kind: Any) -> str:
 
 
 def _fields(cls: Any) -> dict[str, attrs.Attribute[Any]]:
-    """The fields that a configuration may give, by key, with their types as objects."""
+    """Return the fields that a configuration may set, by key, with resolved types."""
     return {field.alias: field for field in attrs.fields(attrs.resolve_types(cls)) if field.init}
 
 
 def _arms(kind: Any) -> tuple[Any, ...]:
-    """The types of a union that a file can give, so no functions; one type alone is one of one."""
+    """Return the members of a union that a file can express, so no functions."""
     if get_origin(kind) not in (Union, UnionType):
         return (kind,)
     return tuple(arm for arm in get_args(kind) if get_origin(arm) is not Callable)
 
 
 def _section(kind: Any) -> Any:
-    """The attrs class that ``kind`` is, or is when it is not None; else None."""
+    """Return the attrs class of ``kind``, which may be optional; else None."""
     arms = [arm for arm in _arms(kind) if arm is not NoneType]
     return arms[0] if len(arms) == 1 and attrs.has(arms[0]) else None
 
 
 def _defaults(cls: Any) -> dict[str, Any]:
-    """Plain values of the defaults; a section that has to be given has those of its own keys."""
+    """Return the defaults as plain values; a required section has the defaults of its own keys."""
     tree = {}
     for alias, field in _fields(cls).items():
         default: Any = field.default
@@ -273,7 +273,7 @@ def _plain(value: Any) -> Any:
 
 
 def _merge(kind: Any, old: Any, new: Any) -> Any:
-    """Put what was given over what is there: key by key in a section, else in its place."""
+    """Merge given values into a tree: sections key by key, all else replaced."""
     section = _section(kind)
     if section is None or not isinstance(new, Mapping):
         return new
@@ -283,7 +283,7 @@ def _merge(kind: Any, old: Any, new: Any) -> Any:
 
 
 def _put(kind: Any, tree: Any, parts: list[str], value: Any) -> Any:
-    """Put a value at a dotted key; what lies beside it stays."""
+    """Set a value at a dotted key; its siblings stay."""
     if not parts:
         return _merge(kind, tree, value)
     section = _section(kind)
@@ -297,7 +297,7 @@ def _put(kind: Any, tree: Any, parts: list[str], value: Any) -> Any:
 
 
 def _read_all(cls: Any, tree: Mapping[str, Any]) -> tuple[Any, Problems]:
-    """Read a whole tree; unknown keys get the nearest one."""
+    """Build a class from a tree; unknown keys are reported with the nearest known one."""
     config, problems = None, []
     with _collecting(problems):
         config = _CONVERTER.structure(tree, cls)
@@ -321,7 +321,7 @@ def _nearest(path: str, names: list[str]) -> str:
 
 @contextmanager
 def _collecting(problems: Problems, prefix: str = "") -> Iterator[None]:
-    """Add what a ``ConfigError`` carries to the problems, its paths below a prefix."""
+    """Add the problems of a ``ConfigError`` to the list, with their paths below a prefix."""
     try:
         yield
     except ConfigError as error:
@@ -340,7 +340,7 @@ def _read_section(value: Any, cls: Any) -> Any:
             if alias in value:
                 read = _CONVERTER.structure(value[alias], field.type)  # pyright: ignore[reportArgumentType]
                 values[alias] = read
-                if field.validator and not field.converter:  # now: no refusal hides the next
+                if field.validator and not field.converter:  # now: no error hides the next
                     with suppress(AttributeError):  # it compares with a field not yet read
                         _refusing(field.validator, SimpleNamespace(**values), field, read)
             elif field.default is attrs.NOTHING:
@@ -351,7 +351,7 @@ def _read_section(value: Any, cls: Any) -> Any:
 
 
 def _refusing(call: Callable[..., Any], *args: Any, **values: Any) -> Any:
-    """Call what a class checks itself with; its refusals are mistakes of the configuration."""
+    """Call a class's own checks; what they raise are mistakes of the configuration."""
     try:
         return call(*args, **values)
     except (TypeError, ValueError) as error:
@@ -405,7 +405,7 @@ def _read_table(value: Any, kind: Any) -> dict[str, Any]:
 
 
 def _read_items(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
-    """Read labelled values of some type each; all mistakes are named."""
+    """Convert labelled values, each to its type; collect all mistakes."""
     problems: Problems = []
     read = {}
     for label, value, kind in items:
@@ -461,9 +461,9 @@ def _mismatch(value: Any, kind: Any) -> ConfigError:
 
 
 def _strict_converter() -> Converter:
-    """A converter that coerces nothing: cattrs by itself reads 7.9 as 7 and text as a list."""
+    """Make a converter that coerces nothing: cattrs reads 7.9 as 7 and text as a list."""
     converter = Converter()
-    hooks = (  # the hook that was registered last is asked first
+    hooks = (  # hooks are tried last registered first
         (lambda _: True, _read_unsupported),
         (lambda kind: get_origin(kind) is Literal, _read_choice),
         (lambda kind: get_origin(kind) in (Union, UnionType), _read_union),
@@ -488,18 +488,18 @@ def _typed(value: Any) -> str:
 
 
 def _show(value: Any) -> str:
-    """Write a value as a user would in TOML; tables as JSON, which reads alike."""
+    """Format a value as TOML; tables as JSON, which reads alike."""
     return "none" if value is None else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]], Problems]:
-    """Sort arguments into configuration files, overrides and problems."""
+    """Divide arguments into configuration files, overrides and problems."""
     files, overrides, problems = [], [], []
     rest = list(arguments)
     while rest:
         token = rest.pop(0)
         name, equals, value = token.removeprefix("--").partition("=")
-        # What follows --KEY is its value unless it can only be the next override.
+        # The argument after --KEY is its value, unless it can only be the next override.
         is_flag = token.startswith("--") and not equals
         if is_flag and rest and not re.match(r"--|[A-Za-z_][\w.\-]*=", rest[0]):
             equals, value = "=", rest.pop(0)
@@ -513,7 +513,7 @@ def _split(arguments: Sequence[str]) -> tuple[list[str], list[tuple[str, str]], 
 
 
 def _read_files(cls: Any, files: list[str]) -> tuple[dict[str, Any], Problems]:
-    """Merge files into the defaults, the last one on top, and say what is wrong with one."""
+    """Merge files into the defaults, later ones on top; collect their problems."""
     tree: dict[str, Any] = _defaults(cls)
     for file in files:
         try:  # some editors begin a file with a mark
@@ -526,7 +526,7 @@ def _read_files(cls: Any, files: list[str]) -> tuple[dict[str, Any], Problems]:
 
 
 def _parse(text: str) -> Any:
-    """Read one TOML value, or take the text as it is.
+    """Parse a TOML value; anything else is text.
 
     The braces turn ``5 # 3`` and ``1, b = 2`` into text, of which no half can get lost.
     """
@@ -540,7 +540,7 @@ def _parse(text: str) -> Any:
 
 
 def _descriptions(cls: type) -> dict[str, str]:
-    """First sentences of the ``Attributes:`` or ``Args:`` of a Google docstring, by name."""
+    """Return the first sentence on each name under ``Attributes:`` or ``Args:`` of a docstring."""
     entries: dict[str, str] = {}
     for parent in reversed(cls.__mro__):
         doc = inspect.cleandoc(parent.__doc__ or "")

@@ -1,4 +1,4 @@
-"""Which devices are here: one that is not is named before anything is built on it."""
+"""Devices of this process: a missing one is refused before anything is built on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def devices_here(*, bindable: bool = False) -> list[str]:
-    """Types of the devices that torch finds, the preferred one first.
+    """Return the types of the devices that torch finds, the preferred one first.
 
     Args:
         bindable: Leave out an accelerator that ranks cannot be bound to.
@@ -24,7 +24,7 @@ def devices_here(*, bindable: bool = False) -> list[str]:
 def check_device(
     device: str | torch.device, available: Sequence[str] | None = None
 ) -> tuple[str, int | None]:
-    """Raise unless a device is there.
+    """Raise unless a device exists.
 
     Args:
         device: As the user wrote it.

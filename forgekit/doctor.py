@@ -1,4 +1,4 @@
-"""What a folder and the ranks of a job can do, before a run needs it."""
+"""Checks of a folder and of a job's ranks, before a run depends on them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TIMEOUT_S = 60.0
 
 
 class Check(NamedTuple):
-    """One thing that was looked at; "note" is what a run does without, "BAD" what would end it."""
+    """One check; "note" is something a run can do without, "BAD" would end it."""
 
     name: str
     outcome: Literal["ok", "note", "BAD"]
@@ -35,7 +35,7 @@ class Check(NamedTuple):
 
 
 def sections(out: Path) -> Iterator[tuple[str, Iterable[Check]]]:
-    """Look at everything; of a job's ranks the first one shows it, for all.
+    """Run all checks; in a job the first rank reports for all.
 
     Args:
         out: A run directory, or where one is to be.
@@ -59,7 +59,7 @@ def sections(out: Path) -> Iterator[tuple[str, Iterable[Check]]]:
 
 
 def check_folder(directory: Path) -> Iterator[Check]:
-    """Try on a directory's file system what runs do there; nothing is left behind.
+    """Try a run's file operations in a directory; nothing is left behind.
 
     Args:
         directory: A run directory, or where one is to be; the nearest parent that is there is used.
@@ -83,7 +83,7 @@ def check_folder(directory: Path) -> Iterator[Check]:
 
 
 def _run_in(directory: Path) -> Iterator[Check]:
-    """Whether a run goes on in a directory, ended, or was killed, as its status and lock say."""
+    """Whether a directory's run is running, ended or killed, by its status and lock."""
     with suppress(OSError, ValueError):
         status = parse_json(read_regular(directory / "status.json"))["status"]
         if is_running(directory):
@@ -95,7 +95,7 @@ def _run_in(directory: Path) -> Iterator[Check]:
 
 
 def check_two_ranks(out: Path) -> list[Check]:
-    """Start two processes and let them do what ranks of a job do."""
+    """Start two processes that act as the ranks of a job."""
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         try:
@@ -106,7 +106,7 @@ def check_two_ranks(out: Path) -> list[Check]:
 
 
 def check_ranks(directory: str, device: str | None = None) -> list[Check]:
-    """Let all ranks of this job add up and look at one folder; each rank calls it.
+    """All-reduce and look at a shared folder; every rank calls it.
 
     Args:
         directory: A run directory, which all ranks have to see.
@@ -127,13 +127,13 @@ def _tried(
 ) -> Check:
     try:
         return Check(name, "ok", look())
-    except Exception as error:  # a driver, a network and a file system fail in their own ways
+    except Exception as error:  # drivers, networks and file systems raise anything
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         return Check(name, otherwise, f"{reason}. {remedy}")
 
 
 def _rename(folder: Path) -> str:
-    """Files replace files, folders get their final names, and both reach the disk."""
+    """Check renames of files and folders, and that both are synced."""
     new, step = folder / "file.new", folder / "step.writing"
     (folder / "file").write_bytes(b"old")
     new.write_bytes(bytes(2**22))
@@ -169,19 +169,19 @@ def _sums(kind: str) -> Iterator[Check]:
 
 
 def _shared(folder: Path) -> Check:
-    """Whether every rank sees a file that the first one has written."""
+    """Whether every rank sees a file written by the first."""
     while not folder.is_dir():
         folder = folder.parent
     names: list[str | None] = [f".forgekit-doctor-{uuid.uuid4().hex}"]
     dist.broadcast_object_list(names)
     file, rank = folder / str(names[0]), dist.get_rank()
-    with suppress(OSError):  # the others wait for it, whether or not it can write
+    with suppress(OSError):  # the other ranks wait for it even if it cannot write
         if rank == 0:
             file.touch()
     dist.barrier()
     seen = torch.zeros(dist.get_world_size())
     seen[rank] = file.exists()
-    dist.all_reduce(seen)  # no rank comes out of it before all have looked
+    dist.all_reduce(seen)  # no rank leaves before all have looked
     if rank == 0:
         file.unlink(missing_ok=True)
     if seen.all():

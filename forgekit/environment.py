@@ -1,4 +1,4 @@
-"""What the launcher of a process says in environment variables: read strictly, without torch.
+"""A launcher's environment variables, read strictly and without torch.
 
 A wrong rank or world size would leave processes waiting for others that never come, so each
 variable is checked before anything starts. Optional packages are imported here, too.
@@ -20,11 +20,11 @@ SLURM = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
 PACKAGE = str(Path(__file__).parent) + os.sep
 RECIPES = PACKAGE + "recipes" + os.sep
 PARENT = os.getppid()
-"""The launcher, unless it dies: an orphan has another parent."""
+"""Process id of the launcher; an orphan has another parent."""
 
 
 def identity(environment: Mapping[str, str]) -> tuple[int, int, int]:
-    """Rank, world size and local rank from torchrun's or srun's variables, or one process.
+    """Read rank, world size and local rank from the variables of torchrun or srun.
 
     Without a local rank the rank takes its part; without rank or world size, the rest is a stray.
     In SLURM's batch script, which has the variables of a rank, nothing but srun starts the others:
@@ -48,7 +48,7 @@ def identity(environment: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def local_world(environment: Mapping[str, str]) -> int | None:
-    """Processes of this job on this machine, if the launcher says so.
+    """Return the number of this job's processes on this machine, if the launcher sets it.
 
     Raises:
         ValueError: If it is not a whole number.
@@ -60,7 +60,7 @@ def local_world(environment: Mapping[str, str]) -> int | None:
 
 
 def rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
-    """``MASTER_ADDR`` and ``MASTER_PORT``: as given, else from the SLURM job, else this machine.
+    """Return ``MASTER_ADDR`` and ``MASTER_PORT``: as set, from the SLURM job, or this machine.
 
     Raises:
         ValueError: If the address is empty, as after a command that failed: ranks on several
@@ -77,7 +77,7 @@ def rendezvous(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """First host of a SLURM node list.
+    """Return the first host of a SLURM node list.
 
     Raises:
         ValueError: If the list does not begin with the name of a host.
@@ -97,7 +97,7 @@ def first_host(nodes: str) -> str:
 
 
 def restarts(environment: Mapping[str, str]) -> int:
-    """How often torchrun starts this process again when it fails; 0 where it does not.
+    """Return how often torchrun restarts this process after a failure; 0 without restarts.
 
     Raises:
         ValueError: If it is not a whole number.
@@ -106,7 +106,7 @@ def restarts(environment: Mapping[str, str]) -> int:
 
 
 def end_launcher() -> None:
-    """Let the torchrun that restarts this process end with a code that is not 0.
+    """Make the torchrun that restarts this process exit with a non-zero code.
 
     It does not look at exit codes: what a restart cannot mend, it would repeat to its limit. A
     signal ends it, without an end to the rendezvous of the other agents.
@@ -132,12 +132,12 @@ def _refusal(name: str, environment: Mapping[str, str], rule: str) -> ValueError
 
 
 def is_library(file: str) -> bool:
-    """Whether a source file is forgekit's own; recipes count as the user's, who edits them."""
+    """Whether a source file is forgekit's own; recipes are the user's."""
     return file.startswith(PACKAGE) and not file.startswith(RECIPES)
 
 
 def require(module: str, extra: str) -> Any:
-    """Import a module of an optional package, or say how to install it.
+    """Import a module of an optional package; raise with the command that installs it.
 
     Args:
         module: The module to import, for example ``"pyarrow.parquet"``.
@@ -161,7 +161,7 @@ def require(module: str, extra: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         if error.name is None or error.name.partition(".")[0] != package:
-            raise  # it is installed, but one of its own dependencies is not
+            raise  # a dependency of the installed package is missing
         raise ImportError(
             f'{package} is not installed. Install it with: pip install "forgekit[{extra}]"',
             name=package,

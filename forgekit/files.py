@@ -26,7 +26,7 @@ from typing import BinaryIO
 from forgekit.checks import path_of
 
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
-"""Errors of file systems that cannot lock, exchange names, or sync a directory."""
+"""Error numbers of file systems without locks, exchange of names, or sync of directories."""
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fs.h
 
@@ -37,7 +37,7 @@ log = logging.getLogger("forgekit")
 def atomic_directory(
     path: str | os.PathLike[str], *, is_replaceable: Callable[[Path], bool], key: str | None = None
 ) -> Iterator[Path]:
-    """Fill a new directory in the body of ``with``; it is renamed to ``path`` at the end.
+    """Yield a new directory to fill; it is renamed to ``path`` at the end of the block.
 
     If the body raises, the new directory is deleted and ``path`` is unchanged. With a ``key`` it is
     kept: the next call with the same path and key finds it and may continue; one with another key
@@ -76,7 +76,7 @@ def atomic_directory(
             replace(path, new, old)
             is_done = True
         finally:
-            # After an exchange this is what stood there before.
+            # After an exchange this is the previous directory.
             if is_done or key is None or not (new.is_dir() and any(new.iterdir())):
                 shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
@@ -131,7 +131,7 @@ def sync(path: Path) -> None:
 
 
 def make_folder(path: Path) -> None:
-    """Make a directory and its parents, durably: a folder's name is in its parent."""
+    """Make a directory and its parents, durably: each parent, which holds the name, is synced."""
     if not path.is_dir():
         if not path.parent.exists():
             make_folder(path.parent)
@@ -140,7 +140,7 @@ def make_folder(path: Path) -> None:
 
 
 def replace(path: Path, new: Path, old: Path) -> None:
-    """Rename ``new`` to ``path``, durably; a directory that stood there is at ``new`` or ``old``.
+    """Rename ``new`` to ``path``, durably; a previous directory is left at ``new`` or ``old``.
 
     Both are exchanged at once, so that one of them always has the name. Where the file system
     cannot do that, the older one is renamed to ``old`` first; ``restore_replaced`` puts it back if
@@ -159,7 +159,7 @@ def replace(path: Path, new: Path, old: Path) -> None:
 
 
 def restore_replaced(path: Path) -> Path:
-    """Return ``path``; first give a directory its name back if its replacement died half-way."""
+    """Return ``path``, after restoring a directory whose replacement died half-way."""
     if not path.exists():
         final = Path(os.path.realpath(path))
         for old in final.parent.glob(f".{glob.escape(final.name)}.*.old"):
@@ -170,7 +170,7 @@ def restore_replaced(path: Path) -> Path:
 
 
 def clear_leftovers(folder: Path, names: str, *, but: Path | None = None) -> None:
-    """Delete what killed writers left in a folder, after restoring directories they had renamed.
+    """Delete the leftovers of killed writers, after restoring directories that they had renamed.
 
     Args:
         folder: The folder.
@@ -189,7 +189,7 @@ def clear_leftovers(folder: Path, names: str, *, but: Path | None = None) -> Non
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; refuse pipes and devices, whose reading may never end.
+    """Open a regular file; raise for pipes and devices, whose reading may never end.
 
     Raises:
         OSError: If it cannot be opened, or is not a file.
@@ -209,7 +209,7 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def lines_backwards(path: Path, block: int = 1 << 16) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file with where they begin, the last first; reads no more than it must.
+    """Yield the lines of a file and their offsets, the last first, reading only as far as needed.
 
     Args:
         path: The file.
@@ -221,7 +221,7 @@ def lines_backwards(path: Path, block: int = 1 << 16) -> Iterator[tuple[int, byt
             size = min(block, start)
             file.seek(start := start - size)
             content = file.read(size) + rest
-            # Before the first end of a line is the rest of one that begins earlier.
+            # Up to the first newline it is the rest of a line that begins earlier.
             cut = (content.find(b"\n") + 1 or len(content)) if start else 0
             end = start + len(content)
             for line in reversed(content[cut:].splitlines(keepends=True)):
@@ -248,7 +248,7 @@ def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
 
 
 def overwrite(file: FileIO, start: int, new: bytes, old: bytes = b"") -> None:
-    """Write the end of a file anew: all of ``new``, or what was there, never a part.
+    """Overwrite the end of a file: it holds all of ``new`` or the old content, never a part.
 
     A full disk takes the first bytes of a write and refuses the rest. What was written then goes
     away again, so that the next writer does not begin in the midst of a line.
@@ -270,7 +270,7 @@ def overwrite(file: FileIO, start: int, new: bytes, old: bytes = b"") -> None:
 
 
 def append_lines(path: str | os.PathLike[str], lines: Sequence[str]) -> None:
-    """Append lines and wait until they are durable; all of them or none, after whole lines only."""
+    """Append lines durably, all or none; a torn last line gets a newline first."""
     path = Path(path)
     if is_new := not path.exists():
         path.touch()

@@ -20,16 +20,16 @@ U64 = NDArray[np.uint64]
 Integers = NDArray[np.int64]
 
 ROUNDS = 8
-"""After three or four neighbours correlate; eight are indistinguishable from a shuffled array."""
+"""With three or four, neighbours correlate; eight are indistinguishable from a shuffled array."""
 
 SMALL = 256
-"""Up to this size the permutation is a table, made by sorting hashes.
+"""Up to this size a permutation is a table made by sorting hashes.
 
 It is cheaper than the network, which does not draw the 120 orders of five rows alike.
 """
 
 SAMPLE_ORDER = 2
-"""Incremented when the same seed gives other rows at the same samples."""
+"""Incremented when the same seed yields different rows."""
 
 _VERSION = "sample order"
 _WORDS = MappingProxyType({"seq_len": "sequence length"})
@@ -107,7 +107,7 @@ def permute(index: ArrayLike, n: ArrayLike, key: ArrayLike) -> Integers:
         np.asarray(index, np.int64), np.asarray(n, np.int64), as_unsigned(key)
     )
     outside = (indices < 0) | (indices >= sizes)
-    if outside.any():  # it would be mapped to a row that another index has
+    if outside.any():  # it would share the row of another index
         raise IndexError(f"index {indices[outside][0]} is outside range({sizes[outside][0]}).")
     out = np.empty(indices.shape, dtype=np.int64)
     for size in np.unique(sizes[sizes <= SMALL]).tolist():
@@ -153,7 +153,7 @@ def _network(values: U64, bits: U64, round_keys: U64) -> U64:
 
 
 def digest(*contents: Any) -> str:
-    """Hash JSON values and arrays: the same string on every machine, another one for others.
+    """Hash JSON values and arrays to a string that is the same on every machine.
 
     Examples:
         >>> digest("a", np.array([1, 2]))[:8], digest("a", [1, 2])[:8]
@@ -170,7 +170,7 @@ def digest(*contents: Any) -> str:
 
 
 def state_facts(**facts: Any) -> str:
-    """Make a fingerprint of facts, JSON values; None if a fact is unknown.
+    """Build a fingerprint of facts, which are JSON values; None if one is unknown.
 
     Examples:
         >>> state_facts(files="a1", seq_len=16)
@@ -189,7 +189,7 @@ def facts_of(fingerprint: Any) -> dict[str, Any] | None:
 
 
 def compare_facts(then: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """Name the facts that differ; an unknown fact is not compared.
+    """Name the facts that differ; unknown facts are not compared.
 
     Examples:
         >>> compare_facts({"files": "a", "seq_len": 16}, {"files": "a", "seq_len": 32})

@@ -1,4 +1,4 @@
-"""Processes and their mesh: who am I, who are the others, which of them share my data.
+"""The processes and their device mesh: ranks, data-parallel ranks, start and shutdown.
 
 Three ways of starting lead to the same mesh: torchrun (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``),
 srun (``SLURM_PROCID``, ``SLURM_NTASKS``, ``SLURM_LOCALID``), or one plain process. Every size is
@@ -37,10 +37,10 @@ from forgekit.ranks import GroupThread
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 DATA_DIMENSIONS = ("dp_replicate", "dp_shard")
 EXPERT_DIMENSIONS = ("pp", "dp_replicate", "fsdp_ep", "ep", "tp")
-"""Those of the root mesh where ranks share experts: ``fsdp_ep * ep`` is ``dp_shard * cp``."""
+"""Dimensions of the root mesh under expert parallelism: ``fsdp_ep * ep == dp_shard * cp``."""
 START_TIMEOUT = timedelta(minutes=30)
 PATIENCE_S = 5.0
-"""How long ``shutdown`` waits for collectives that have not ended."""
+"""How long ``shutdown`` waits for pending collectives."""
 POLL_S = 0.001
 
 _log = logging.getLogger("forgekit")
@@ -48,7 +48,7 @@ _log = logging.getLogger("forgekit")
 
 @attrs.frozen(kw_only=True)
 class MeshSpec:
-    """Sizes of the mesh dimensions; one of them may be -1, "what is left".
+    """Sizes of the mesh dimensions; one may be -1: the remaining ranks.
 
     Attributes:
         dp_replicate: Replicas of the sharded model; gradients are summed across them.
@@ -81,7 +81,7 @@ class MeshSpec:
 def build_mesh(
     spec: MeshSpec | None = None, device: str | torch.device | None = None
 ) -> DeviceMesh:
-    """Start the processes where needed and arrange them in a mesh.
+    """Initialise the process group if needed and build the device mesh.
 
     Args:
         spec: Sizes of the dimensions; all ranks on ``dp_shard`` if not given.
@@ -117,7 +117,7 @@ def build_mesh(
 
 
 def resolve_sizes(spec: MeshSpec, world: int) -> tuple[int, ...]:
-    """Sizes in mesh order with -1 replaced; the arithmetic of ``build_mesh`` without processes.
+    """Return the sizes in mesh order with -1 resolved; needs no processes.
 
     Args:
         spec: Sizes of the dimensions.
@@ -158,7 +158,7 @@ def resolve_sizes(spec: MeshSpec, world: int) -> tuple[int, ...]:
 
 
 def data_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """This process's position among the data-parallel ranks.
+    """Return this process's data-parallel rank and world size.
 
     Ranks that differ only in their tensor, context or pipeline position read the same samples.
 
@@ -184,7 +184,7 @@ def data_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
 
 
 def check_dimensions(mesh: DeviceMesh) -> None:
-    """Raise unless a mesh has our dimensions, or some of them, in our order.
+    """Raise unless a mesh's dimensions are forgekit's, or some of them, in its order.
 
     Raises:
         ValueError: With the dimensions that it has.
@@ -198,7 +198,7 @@ def check_dimensions(mesh: DeviceMesh) -> None:
 
 
 def expert_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
-    """This process's position among the ranks that share the experts.
+    """Return this process's position among the ranks that share the experts.
 
     Neighbours on ``dp_shard * cp`` share them, so that tokens stay within a machine where that is
     possible.
@@ -214,7 +214,7 @@ def expert_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
 
 
 def expert_view(mesh: DeviceMesh | None) -> DeviceMesh | None:
-    """The same ranks with the dimensions ``EXPERT_DIMENSIONS``; None if none share experts."""
+    """Return the same ranks as a mesh of ``EXPERT_DIMENSIONS``; None without expert parallelism."""
     root = mesh and mesh._get_root_mesh()
     return root if root is not None and root.mesh_dim_names == EXPERT_DIMENSIONS else None
 
@@ -225,7 +225,7 @@ def process_rank() -> int:
 
 
 def rank_name(mesh: DeviceMesh | None) -> str:
-    """Name this rank for a file: its number, and its position where a dimension has several.
+    """Name this rank for a file: its number, and its position in each dimension above 1.
 
     Examples:
         >>> rank_name(None)
@@ -260,7 +260,7 @@ def shutdown() -> None:
 
 
 def _end(process: int) -> None:
-    """Shut down at the interpreter's exit, but not that of a fork, which has no threads of gloo."""
+    """Shut down at the interpreter's exit, but not in a fork, which has no gloo threads."""
     if os.getpid() == process and (stuck := _destroy_groups()):
         _leave(1, stuck)
 
@@ -276,10 +276,10 @@ def _leave(code: int, _stuck: list[dist.ProcessGroup]) -> None:
 
 
 def _destroy_groups() -> list[dist.ProcessGroup]:
-    """Destroy all groups and let meshes and caches forget them; return those still at work."""
+    """Destroy all groups and drop them from meshes and caches; return those that are still busy."""
     atexit.unregister(_end)
     meshes = [mesh for mesh in gc.get_objects() if type(mesh) is DeviceMesh]
-    # Those of meshes too, which a user may have destroyed: their threads live on.
+    # Groups of meshes too: their threads live on after a user has destroyed them.
     known = chain(dist.distributed_c10d._world.pg_map, *(m._pg_registry.values() for m in meshes))
     deadline = time.monotonic() + PATIENCE_S
     stuck = [group for group in {*known} if not _is_idle(group, deadline)]
@@ -345,7 +345,7 @@ def _forget_groups() -> None:
 
 
 def _bind(kind: str, index: int | None, world: int, local: int) -> None:
-    """Let this process compute on the accelerator that was asked for, or on a rank's own.
+    """Make the requested accelerator, by default the one of the local rank, the current device.
 
     Of the ranks that a launcher started, each has its own: one index for all of them is a mistake.
     """
@@ -363,7 +363,7 @@ def _start(kind: str, rank: int, world: int) -> None:
     if kind == "cpu":
         _share_cores()
     default = dist.get_default_backend_for_device(kind)
-    # Small exchanges and saves go over the hosts' network, also beside an accelerator.
+    # gloo beside the accelerator's backend: small exchanges and saves use the hosts' network.
     backend = default if kind == "cpu" else f"cpu:gloo,{kind}:{default}"
     store = HashStore() if world == 1 else None  # one process needs no port
     if world > 1:
@@ -377,7 +377,7 @@ def _start(kind: str, rank: int, world: int) -> None:
 def mesh_of(
     kind: str, ranks: Tensor, names: tuple[str, ...], root: DeviceMesh | None = None
 ) -> DeviceMesh:
-    """Make a mesh of ranks, whose groups are those of an earlier mesh where there were the same.
+    """Make a mesh of ranks; groups that an earlier mesh had are reused.
 
     torch keeps every group until all are destroyed, and each of gloo's has threads: new ones for
     each mesh of a notebook or a sweep would use up the machine.
@@ -401,7 +401,7 @@ def mesh_of(
 
 
 def group_of(description: str, rows: list[list[int]], *, alone: bool = False) -> dist.ProcessGroup:
-    """This rank's group among rows of ranks: an earlier one of that description, or a new one.
+    """Return this rank's group among rows of ranks; reuse an earlier one of that description.
 
     Args:
         description: What the group is for.
@@ -424,7 +424,7 @@ def group_of(description: str, rows: list[list[int]], *, alone: bool = False) ->
 
 
 def _arrange(kind: str, sizes: tuple[int, ...], ep: int) -> DeviceMesh:
-    """Make the mesh, and its root where ranks share experts: torch keeps the one with the other."""
+    """Make the mesh, as a view of a root mesh under expert parallelism."""
     ranks = torch.arange(math.prod(sizes)).view(sizes)
     if ep == 1:
         return mesh_of(kind, ranks, DIMENSIONS)
@@ -435,7 +435,7 @@ def _arrange(kind: str, sizes: tuple[int, ...], ep: int) -> DeviceMesh:
 
 
 def _share_cores() -> None:
-    """Give each process on this machine its share of the cores unless the user decided.
+    """Limit torch to this process's share of the machine's cores, unless the user has set it.
 
     Two ranks with two threads each on two cores ran seven times slower than with one each.
     """
@@ -445,7 +445,7 @@ def _share_cores() -> None:
 
 
 def _nearest(sizes: Mapping[str, int], world: int) -> str:
-    """Say how the data-parallel sizes could be changed to fit, the other dimensions kept."""
+    """Suggest data-parallel sizes that fit, with the other dimensions kept."""
     model = math.prod(sizes[name] for name in ("pp", "cp", "tp") if sizes[name] != -1)
     if world % model:
         product = math.prod(size for size in sizes.values() if size != -1)

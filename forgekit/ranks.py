@@ -1,4 +1,4 @@
-"""Ranks that work together: what fails on one of them fails on all.
+"""Calls that several ranks make together: an error on one rank is raised on all.
 
 A rank that raises alone leaves the others waiting in a collective. Work that can fail therefore
 runs through ``Ranks``, which exchanges the outcome and raises the same error everywhere. What
@@ -24,12 +24,12 @@ class CheckpointError(RuntimeError):
 
 
 class GroupThread(threading.Thread):
-    """A thread that uses process groups: ``shutdown`` waits for its end."""
+    """A thread that uses process groups; ``shutdown`` joins it."""
 
 
 @attrs.frozen
 class Ranks:
-    """The ranks that share a model or a state, over a process group; one rank without."""
+    """The ranks that share a model or a state, as a process group; without one, this rank."""
 
     group: dist.ProcessGroup | None = None
     rank: int = 0
@@ -61,7 +61,7 @@ class Ranks:
         """Call ``function`` on the first rank; return its result, or raise, on every rank."""
         answers = [_attempt(function) if self.rank == 0 else (None, None)]
         if self.group is not None:
-            # Not a gather: only the first rank reads directories.
+            # A broadcast: only the first rank reads directories.
             dist.broadcast_object_list(answers, group=self.group, group_src=0)
         value, error = answers[0]
         if error is not None:
@@ -70,7 +70,7 @@ class Ranks:
         return cast(T, value)
 
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value on the first rank, and nothing on the others."""
+        """Return every rank's value on the first rank, and an empty list on the others."""
         if self.group is None:
             return [value]
         values = [value] * self.world if self.rank == 0 else None
@@ -79,7 +79,7 @@ class Ranks:
 
 
 def explain(error: BaseException) -> str:
-    """Say what failed in one line."""
+    """Format an error as one line."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
     # A directory that may not be replaced is refused in a sentence (files.atomic_directory).
@@ -95,8 +95,8 @@ def all_ranks() -> Ranks:
 
 
 def ranks_sharing(tensors: Iterable[Tensor]) -> Ranks:
-    """Return all ranks if some of a model's tensors are sharded, and else this one alone."""
-    # A pipeline's rank may have shards over itself alone, and share the model even so.
+    """Return all ranks if some of a model's tensors are sharded, else this one alone."""
+    # With pipelines a rank may shard over itself alone and still share the model.
     return all_ranks() if any(isinstance(tensor, DTensor) for tensor in tensors) else Ranks()
 
 

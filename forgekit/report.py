@@ -1,4 +1,4 @@
-"""What a run left behind as one HTML page that loads nothing; matplotlib draws, HTML lists.
+"""A run's report: one self-contained HTML page; matplotlib draws the charts.
 
 The page needs only the files of a run directory, and a run that was killed, is still running or has
 broken files has a page too: what cannot be read is noted. Without matplotlib it has its tables.
@@ -47,7 +47,7 @@ CHARTS = (
     ("Targets by source", "per step", "source/.+/targets", True),
     ("Routers of experts", "", "moe/[^/]+", False),
 )
-"""Title, unit, pattern of metrics, and whether the axis begins at 0. Others have a chart each."""
+"""Title, unit, pattern of metrics, and whether the axis begins at 0; others get own charts."""
 NOT_DRAWN = re.compile(
     "step|samples|train/(loss_mean|targets|skipped|skipped_in_a_row|spikes)|moe/load/.+"
     "|eval/.+/(perplexity|targets)"
@@ -57,11 +57,11 @@ LOSSES = re.compile("train/loss|eval/.+/loss")
 LOAD = "moe/load/"
 MOST_CURVES = 8
 LARGEST = 1e100
-"""Numbers beyond are not drawn: an axis around them shows nothing else, or overflows."""
+"""Larger numbers are not drawn: they would flatten the chart, or overflow."""
 FEW = 20
-"""Rows from which on a trend is drawn over them."""
+"""Minimum number of rows for which a trend is drawn."""
 COLUMNS = 500
-"""Points of a trend."""
+"""Number of points of a trend."""
 EVENTS = 50
 STYLE = (
     "body{font:15px/1.4 system-ui,sans-serif;max-width:70rem;margin:1rem auto;padding:0 1rem;"
@@ -82,7 +82,7 @@ PAGE = (
 
 @attrs.define
 class Run:
-    """A run as far as its files tell; what a file does not hold is empty.
+    """A run as read from its files; what they lack is empty.
 
     ``rows`` are those of ``metrics.jsonl``, ``history`` its starts and ends, ``changes`` those of
     its configuration, ``bad`` its bad steps, ``notes`` what could not be read.
@@ -120,13 +120,13 @@ class Run:
         return run
 
     def _objects(self, path: Path) -> list[dict[str, Any]]:
-        """The JSON objects of a file, one per line, or the one of a ``.json``; notes of others."""
+        """Read a file's JSON objects, one per line, or one in a ``.json``; note all others."""
         records, broken = [], []
         try:
             with open_regular(path) as file:
                 lines = [file.read()] if path.suffix == ".json" else file
                 for number, line in enumerate(lines, start=1):
-                    try:  # one text for each key: of a million rows half the memory
+                    try:  # one string per key halves the memory of a million rows
                         records.append({sys.intern(k): v for k, v in {**parse_json(line)}.items()})
                     except (ValueError, TypeError):  # a TypeError: no object
                         start = line.rstrip()[:60].decode(errors="replace")
@@ -140,7 +140,7 @@ class Run:
         return records
 
     def names(self, pattern: str | re.Pattern[str] = ".+") -> list[str]:
-        """The metrics whose names match, numbers in them in the order of numbers."""
+        """List the metrics whose names match, in natural order."""
         names = {name for row in self.rows for name in row if re.fullmatch(pattern, name)}
         return sorted(names, key=_by_number)
 
@@ -156,28 +156,28 @@ class Run:
         return float(np.median(values[-1 - len(values) // 20 :])) if len(values) else None
 
     def finite(self, metric: str) -> np.ndarray:
-        """Return the finite values of a metric."""
+        """Return a metric's finite values."""
         values = self.column(metric)[1]
         return values[np.isfinite(values)]
 
     def losses(self) -> list[str]:
-        """Losses with a finite value, that of training first."""
+        """List the losses with a finite value, the training loss first."""
         names = [name for name in self.names(LOSSES) if len(self.finite(name))]
         return sorted(names, key="train/loss".__ne__)
 
     def starts(self) -> list[dict[str, Any]]:
-        """Return the events of its starts."""
+        """Return the start events of its history."""
         return [event for event in self.history if event.get("event") == "started"]
 
     def bad_steps(self) -> list[int]:
-        """Steps in ``bad_steps.jsonl``; without it rows that count some."""
+        """Return the steps in ``bad_steps.jsonl``; without it, of the rows that count bad steps."""
         steps, skipped = self.column("train/skipped")
         listed = {bad["step"] for bad in self.bad if isinstance(bad.get("step"), int)}
         return sorted(listed or {int(step) for step in steps[skipped > 0]})
 
 
 def write_report(run: str | os.PathLike[str], out: str | os.PathLike[str] | None = None) -> Path:
-    """Write what a run left behind as one page that opens without a network.
+    """Write a run's report, one page that opens without a network.
 
     Args:
         run: The run directory, or a ``metrics.jsonl`` alone.
@@ -262,7 +262,7 @@ def plot_expert_loads(
 def wrap_up(
     state: TrainState, out: str | os.PathLike[str], tokens: Location, *, prompt: str
 ) -> str:
-    """Look at a finished run: its last losses, a sample, pictures, and the page with all of it.
+    """Summarise a finished run: last losses, a sample, pictures, and the report page.
 
     What cannot be made, because a package is not installed, the disk is full or there is no loss to
     draw, is left out with its reason: a run that has ended well must not fail because of a picture.
@@ -307,7 +307,7 @@ def wrap_up(
     for name, make in parts.items():
         try:
             lines.append(make())
-        except Exception as error:  # a tokenizer, a drawing library and a disk fail in their ways
+        except Exception as error:  # tokenizers, drawing libraries and disks raise anything
             lines.append(f"no {name}: {error}")
     return "\n".join(lines)
 
@@ -334,7 +334,7 @@ def _body(run: Run) -> str:
 
 
 def _samples(run: Run) -> Iterator[str]:
-    """The last samples that the model wrote."""
+    """Return the last samples."""
     for path in sorted((run.folder / "samples").glob("*.txt"))[-6:]:
         try:
             text = read_regular(path)[:2000].decode(errors="replace")
@@ -344,7 +344,7 @@ def _samples(run: Run) -> Iterator[str]:
 
 
 def _headline(run: Run) -> dict[str, object]:
-    """What one looks for first."""
+    """Return the key figures by name."""
     started = (run.starts() or [{}])[-1]
     step = max((row["step"] for row in run.rows), default=run.status.get("step", 0))
     status = run.status.get("status", "-")
@@ -370,7 +370,7 @@ def _headline(run: Run) -> dict[str, object]:
 
 
 def _over_steps(run: Run, metric: str) -> float:
-    """A number of each step, summed over all steps up to the last row."""
+    """Sum a per-step metric over all steps up to the last row."""
     steps, values = run.column(metric)
     return float(np.nansum(values * np.diff(steps, prepend=min([0, *steps[:1]]))))
 
@@ -392,7 +392,7 @@ def _panels(run: Run) -> Iterator[tuple[str, str, bool, list[str]]]:
 
 
 def _curves(run: Run) -> str:
-    """All charts in one grid of two columns; the first takes both."""
+    """Draw all charts in a grid of two columns; the first spans both."""
     if find_spec("matplotlib") is None:
         return _note('There are no charts: matplotlib is missing. pip install "forgekit[plot]"')
     if not (panels := [*_panels(run)]):
@@ -467,7 +467,7 @@ def _draw_curves(
 
 
 def _draw_marks(axes: Axes, run: Run) -> None:
-    """Steps at which something happened: lines, and bad steps at the lower edge."""
+    """Mark events by vertical lines and bad steps at the lower edge."""
     steps, samples = run.column("samples")
     marks = [("started again", "gray", event.get("step")) for event in run.starts()[1:]]
     rolled_back = (event for event in run.history if event.get("event") == "rolled_back")
@@ -486,7 +486,7 @@ def _draw_marks(axes: Axes, run: Run) -> None:
 
 
 def _loads_figure(run: Run, title: str) -> Figure:
-    """A panel for each layer: experts over steps, tokens over their mean as a color."""
+    """Draw a panel per layer: experts over steps, load relative to the mean as color."""
     layers = run.names(f"{LOAD}.+")
     figure = _figure(title, 11, 1.5 + len(layers))
     panels = figure.subplots(len(layers), 1, sharex=True, squeeze=False)[:, 0]
@@ -495,7 +495,7 @@ def _loads_figure(run: Run, title: str) -> Figure:
         rows = [row for row in rows if len(row[layer]) == len(rows[-1][layer])]
         loads = np.array([[_number(load) for load in row[layer]] for row in rows]).T
         area = (rows[0]["step"], rows[-1]["step"] + 1, len(loads) - 0.5, -0.5)  # a row is a column
-        # In doublings, from a quarter of the mean to four times it; a logarithm has no 0.
+        # A log2 scale from a quarter of the mean to four times it; zeros are clipped.
         style = {"cmap": "RdBu_r", "vmin": -2, "vmax": 2, "interpolation": "nearest"}
         axes.imshow(np.log2(np.maximum(loads, 0.01)), extent=area, aspect="auto", **style)
         axes.set_ylabel(_clean(layer.removeprefix(LOAD).removesuffix(".feed_forward")), fontsize=8)
@@ -507,7 +507,7 @@ def _loads_figure(run: Run, title: str) -> Figure:
 
 
 def _trend(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Centred median over a twentieth to each side: one spike does not lift it, as it lifts a mean.
+    """Compute a centred median over a twentieth to each side; unlike a mean it ignores one spike.
 
     Towards the start, where a loss falls fastest, the window narrows to stay centred.
     """
@@ -525,17 +525,17 @@ def _trend(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _number(value: Any) -> float:
-    """A number that can be drawn, else NaN."""
+    """Return a number that can be drawn, else NaN."""
     return float(value) if isinstance(value, int | float) and abs(value) < LARGEST else math.nan
 
 
 def _by_number(name: str) -> list[str | int]:
-    """Order names as people do: numbers in them count as numbers."""
+    """Sort key of natural order: digits compare as numbers."""
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
 def _short(value: Any) -> str:
-    """Write a value for people.
+    """Format a value for display.
 
     Examples:
         >>> _short(0.00031), _short(25000.0), _short(1.5e7), _short(None), _short([1])
@@ -558,7 +558,7 @@ def _table(rows: Iterable[Iterable[object]], heads: Iterable[object] = ()) -> st
 
 
 def _listed(records: Sequence[Mapping[str, Any]]) -> str:
-    """The last records as a table of all their keys; nothing, if there are none."""
+    """Format the last records as a table of all their keys; "" without records."""
     last = records[-EVENTS:]
     keys = list(dict.fromkeys(key for record in last for key in record))
     return _table(([_short(one.get(key)) for key in keys] for one in last), keys) if last else ""
@@ -573,5 +573,5 @@ def _text(value: object) -> str:
 
 
 def _clean(value: object) -> str:
-    """Text without characters that HTML and fonts do not have."""
+    """Remove characters that HTML or fonts lack."""
     return NOT_TEXT.sub("\ufffd", str(value))

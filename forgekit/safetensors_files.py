@@ -1,4 +1,4 @@
-"""Safetensors files as they are written: a header, then one tensor after the other.
+"""The content of safetensors files: a header, then one tensor after the other.
 
 ``save_file`` of the package copies everything into memory once more before it writes.
 """
@@ -30,7 +30,7 @@ DTYPES: Mapping[torch.dtype, str] = MappingProxyType(
         torch.bool: "BOOL",
     }
 )
-"""What safetensors files hold, by their names for it."""
+"""Dtypes of safetensors files, by their names there."""
 
 
 def contents(
@@ -38,7 +38,7 @@ def contents(
     tensors: Iterable[Tensor],
     metadata: Mapping[str, str] | None = None,
 ) -> Iterator[Any]:
-    """Yield what a file holds, in pieces: its header, then the bytes of each tensor.
+    """Yield a file's content in pieces: its header, then the bytes of each tensor.
 
     Args:
         entries: Dtype and shape of each tensor, by name.
@@ -59,5 +59,5 @@ def contents(
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a tensor, ``[bytes]`` uint8."""
+    """View a tensor's memory as ``[bytes]`` uint8."""
     return tensor.reshape(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""The one explicit state of a training run, and the rule that a consumed state cannot be read.
+"""The explicit state of a training run, and the rule that a consumed state cannot be read.
 
 ``TrainState`` is a frozen record that each step takes and returns. The model and the optimizer in
 it are updated in place, so a state that was passed to a step no longer describes anything: its
@@ -34,7 +34,7 @@ DEFAULT_LOSS_SCALE = 2.0**-12
 """Keeps gradients of summed losses in the range of 16-bit floats (one count in 4,096 targets)."""
 
 _ATTRIBUTE = "_forgekit_layout"
-"""Where ``parallelize`` leaves a layout on a model, the only mark that forgekit makes."""
+"""The attribute of a model under which ``parallelize`` stores its layout; there is no other."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -42,7 +42,7 @@ class Layout:
     """How a model was laid out, as seen from one rank.
 
     Attributes:
-        ring: Ranks over which a sequence goes round in ring attention.
+        ring: Size of the ring-attention group.
         ulysses: Ranks that exchange positions for heads; ``ring * ulysses`` is the size of ``cp``.
         context_rank: This rank's position on ``cp``, ``ring_rank * ulysses + ulysses_rank``.
         sockets: The model's own ``attend``, ``locate`` and ``sum_slices`` by module name, for
@@ -50,7 +50,7 @@ class Layout:
         experts: Ranks that share the experts.
         tensor: Ranks that share each matrix.
         sequence: Ranks over which tensor parallelism shards the positions of the residual stream.
-        longest: Most positions of a whole sequence that the model takes; None if it does not say.
+        longest: Maximum sequence length; None if unknown.
         attention: The kernel for each use of attention, as ``parallelize`` found it: of ``"rows"``
             and ``"documents"``, or of the blocks of a ``"ring"``.
         documents: Where batches note the document ids that they move to a device; None where no
@@ -103,12 +103,12 @@ class Layout:
 
 
 def layout_of(model: nn.Module) -> Layout:
-    """Read how a model, or a module in it, was laid out; if none was, one rank holds all of it.
+    """Return the layout of a model, or of a module in it; by default one rank holds all of it.
 
-    ``TrainState`` does so once. Only what has no state at hand, as ``generate``, asks the model.
+    ``TrainState`` does so once. Callers without a state, such as ``generate``, ask the model.
     """
     layouts = (getattr(module, _ATTRIBUTE, None) for module in model.modules())
-    # Of several the one in float16: without its loss scale that part would lose gradients.
+    # Of several layouts take the float16 one: without its loss scale gradients would underflow.
     plain = Layout(longest=longest_of(model))
     return max(filter(None, layouts), key=lambda one: one.dynamic_loss_scale, default=plain)
 
@@ -119,17 +119,17 @@ def was_parallelized(model: nn.Module) -> bool:
 
 
 def longest_of(model: nn.Module) -> int | None:
-    """Most positions that a model says it takes: its ``spec.max_seq_len``; None if it does not."""
+    """Return a model's maximum sequence length, ``spec.max_seq_len``; None if unknown."""
     return getattr(getattr(model, "spec", None), "max_seq_len", None)
 
 
 def set_layout(model: nn.Module, layout: Layout) -> None:
-    """Leave a layout on a model, in place."""
+    """Store a layout on a model, in place."""
     setattr(model, _ATTRIBUTE, layout)
 
 
 class DonatedStateError(RuntimeError):
-    """A ``TrainState`` was read after a function that returns a new one had consumed it."""
+    """A ``TrainState`` was read after a function had consumed it and returned a new one."""
 
 
 @attrs.frozen
@@ -150,7 +150,7 @@ class AgreedNames:
 
 @attrs.define(eq=False)
 class SaveHandle:
-    """What the saves of one run share; every state that follows from another has the same handle.
+    """What the saves of a run share; a state has the handle of the state that it came from.
 
     ``checkpoint_save`` fills it in, so two runs in one process never wait for each other.
 
@@ -204,8 +204,8 @@ class TrainState:
             only.
         recent: ``[window 2]`` float64: loss and gradient norm of the last good steps, oldest
             first, NaN where there were none; None unless steps limit spikes.
-        skips: What the data leave out, as (first sample, rows); each is counted as samples were
-            numbered before it was added. Grows when a run is rolled back.
+        skips: Skipped ranges (first sample, rows), in the numbering in force when each was added.
+            Grows when a run is rolled back.
         average: Running average of the weights, or None; changes in place. ``create`` makes it of
             a rule, and ``averaged`` puts it in place of the weights.
         bad_since: ``[]`` int64: samples before the first of the last bad steps; the step's own
@@ -319,7 +319,7 @@ class TrainState:
         )
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for a name that is missing: a field that `donate` removed, or a slip.
+        # Called for missing names only: a field that `donate` removed, or a misspelt one.
         if name in {field.name for field in attrs.fields(type(self))}:
             where = object.__getattribute__(self, "_donated_at")
             raise DonatedStateError(
@@ -333,7 +333,7 @@ StateT = TypeVar("StateT", bound=TrainState)
 
 
 def donate(state: StateT, **changes: Any) -> StateT:
-    """Return a copy of ``state`` with ``changes``, and empty ``state`` so that it cannot be read.
+    """Return a copy of ``state`` with ``changes``, and empty ``state``: reading it raises.
 
     For functions that change the model or the optimizer in place: they return a new state, and
     whoever still holds the old one learns so at the first read instead of training on a mixture.
@@ -369,7 +369,7 @@ def _check_optimizer(optimizer: Any) -> None:
 
 
 def _check_sharded_step(optimizer: Optimizer) -> None:
-    """Step tiny sharded parameters in the optimizer's place, and raise if it cannot.
+    """Try the optimizer's class on tiny sharded parameters; raise if it cannot step them.
 
     Whether an optimizer's operations exist for DTensors shows only in a step, and one that fails in
     a run has moved half of the parameters.
@@ -387,7 +387,7 @@ def _check_sharded_step(optimizer: Optimizer) -> None:
         try:
             type(member).step(trial)  # torch's schedulers bind an instance's `step` to it
         except (KeyError, AttributeError, TypeError):
-            continue  # state that begins in a constructor is not here
+            continue  # state made in a constructor is missing here
         except RuntimeError as error:
             raise ValueError(
                 f"{type(member).__name__} cannot step sharded parameters ({error}). On several "
@@ -396,7 +396,7 @@ def _check_sharded_step(optimizer: Optimizer) -> None:
 
 
 def _tiny(parameter: DTensor) -> nn.Parameter:
-    """Two values along each dimension for each rank, sharded, with a gradient of ones."""
+    """Make a sharded parameter of two values per rank and dimension, with a gradient of ones."""
     mesh = parameter.device_mesh
     shape = (2 * mesh.size(), *[2] * (parameter.ndim - 1))
     options = {"dtype": parameter.dtype, "device_mesh": mesh, "placements": [Shard(0)] * mesh.ndim}
@@ -408,7 +408,7 @@ def _tiny(parameter: DTensor) -> nn.Parameter:
 def _begin_average(
     cls: type[TrainState], average: Any, model: nn.Module, device: torch.device
 ) -> Any:
-    """Make what a rule asks for; a subclass's own field of that name gets what was passed."""
+    """Build the average that a rule describes; a subclass's own field keeps the given value."""
     if hasattr(average, "begin"):
         return average.begin(model, device)
     if average is None or attrs.fields(cls).average != attrs.fields(TrainState).average:
@@ -420,7 +420,7 @@ def _begin_average(
 
 
 def _caller() -> str:
-    """File and line of the innermost frame outside the library; recipes count as outside."""
+    """Return file and line of the innermost frame outside the library; recipes are outside."""
     frame = innermost = sys._getframe(1)
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -429,7 +429,7 @@ def _caller() -> str:
 
 
 def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
-    """Where the model computes; its parameters may live in host memory between steps."""
+    """Return the device that the model computes on; its parameters may be offloaded to the host."""
     if mesh is not None and mesh.device_type != "cpu":
         return torch.device(mesh.device_type, torch.accelerator.current_device_index())
     first = next(model.parameters(), None)
@@ -437,7 +437,7 @@ def _device_of(model: nn.Module, mesh: DeviceMesh | None) -> torch.device:
 
 
 def check_dense(model: nn.Module) -> None:
-    """Raise if a parameter, or the gradient that it will get, is complex or sparse.
+    """Raise if a parameter, or its future gradient, is complex or sparse.
 
     Raises:
         ValueError: With the parameter or module, and what to use.
@@ -455,7 +455,7 @@ def check_dense(model: nn.Module) -> None:
 
 
 def _read_layout(model: nn.Module, mesh: DeviceMesh | None) -> Layout:
-    """Read how a model was laid out; raise if ranks share it and it does not say how."""
+    """Return a model's layout; raise if several ranks share it and it has none."""
     sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     if not hasattr(model, _ATTRIBUTE):
         for name in ("pp", "cp", "tp"):

@@ -1,4 +1,4 @@
-"""Tensors of a model, by name; their local part, their whole, their copy on the host."""
+"""A model's tensors by name: the local shard, the full tensor, a copy on the host."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor; a change of it in place is one of the tensor."""
+    """Return this rank's shard of a tensor; it shares the tensor's memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor, gathered where ranks share it; all of them call it."""
+    """Return the full tensor, gathered if it is sharded; then all its ranks call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def box_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return where this rank's part of a tensor begins in the whole, and its size."""
+    """Return offset and size of this rank's shard in the full tensor."""
     if not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     size, offset = compute_local_shape_and_global_offset(
@@ -31,21 +31,21 @@ def box_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; a tied one under its first name only."""
-    # state_dict also makes FSDP put back the shards of modules that are still gathered after an
-    # evaluation; until then named_parameters yields full tensors that the optimizer has never seen.
+    """Return parameters and persistent buffers by name; tied ones under their first name only."""
+    # state_dict also makes FSDP reshard modules that are still gathered after an
+    # evaluation; until then named_parameters yields full tensors unknown to the optimizer.
     kept = {id(tensor) for tensor in model.state_dict(keep_vars=True).values()}
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return {name: tensor.detach() for name, tensor in named if id(tensor) in kept}
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics, sums and updates: float32, or float64 for float64."""
+    """Return the dtype of statistics, sums and updates: float32, or float64 for float64."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class HostCopy:
-    """A tensor on its way to the host; nothing waits for it until it is read.
+    """An asynchronous copy of a tensor to the host; only ``read`` waits.
 
     Args:
         value: On any device; it may be overwritten at once.

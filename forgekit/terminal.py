@@ -1,4 +1,4 @@
-"""Text for people: without control characters, to streams that may go away.
+"""Printing: without control characters, and to streams that may be closed.
 
 A reader of the output can vanish at any time (`| head`, a closed terminal, a full disk). That is
 the end of the display and not of the run, so nothing that is written here ever raises.
@@ -18,7 +18,7 @@ from forgekit.environment import identity
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-"""What moves the cursor, changes colours or reorders text; newline and tab do not count."""
+"""Characters that move the cursor, change colours or reorder text; not newline and tab."""
 
 
 def printable(text: object) -> str:
@@ -32,7 +32,7 @@ def printable(text: object) -> str:
 
 
 class Steady:
-    """A text stream whose writes never fail: what cannot be written is dropped.
+    """A text stream whose writes never fail: text that cannot be written is dropped.
 
     After a failure the descriptor leads to /dev/null, also for what is still buffered: Python
     flushes at exit and would turn any exit code into 120.
@@ -49,7 +49,7 @@ class Steady:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write, or drop, the text."""
+        """Write the text, or drop it."""
         try:
             return self._stream.write(text)
         except OSError as error:
@@ -57,7 +57,7 @@ class Steady:
             return len(text)
 
     def flush(self) -> None:
-        """Write, or drop, what is buffered."""
+        """Flush the buffer, or drop it."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -69,14 +69,14 @@ class Steady:
         try:
             os.dup2(nowhere, self._stream.fileno())
         except OSError:
-            return  # a stream without a descriptor, which is of no concern at exit
+            return  # a stream without a descriptor needs nothing at exit
         finally:
             os.close(nowhere)
 
 
 @contextmanager
 def steady_streams() -> Iterator[tuple[Steady, Steady]]:
-    """Let no write to ``sys.stdout`` and ``sys.stderr`` fail inside; both are put back.
+    """Replace ``sys.stdout`` and ``sys.stderr`` by ``Steady`` streams within the block.
 
     Descriptors that were closed (`2>&-`) lead to /dev/null from here on. Else the next file that
     is opened would get their number, and what a library prints would end up in it.
@@ -100,13 +100,13 @@ def steady_streams() -> Iterator[tuple[Steady, Steady]]:
 
 
 def tell(text: object) -> None:
-    """Print text on stderr, for as long as there is one."""
+    """Print text on stderr, if it is still open."""
     with steady_streams() as (_, stderr):
         stderr.write(f"{printable(text)}\n")
 
 
 def tell_once(text: object) -> None:
-    """Print what all processes of a job would say; one on each machine does."""
+    """Print a message that all processes of a job have, once per machine."""
     try:
         _, _, local = identity(os.environ)
     except ValueError:
