@@ -1,4 +1,4 @@
-"""Around the loop: checkpoints, metrics, evaluation, generation, and stopping cleanly."""
+"""Around the training loop: checkpoints, metrics, evaluation, generation, and clean stops."""
 
 from forgekit.run.run_directory import Run
 from forgekit.checkpoints.save import wait_for_saves

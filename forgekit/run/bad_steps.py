@@ -1,4 +1,4 @@
-"""What bad steps mean for a run: stop, say so, go on, or go back and leave out what broke it.
+"""Policies for bad steps: stop, warn, go on, or roll back and skip the samples behind them.
 
 A bad step has changed nothing, on any rank, so the decision can wait for the next row of metrics.
 Rows hold the same numbers on every rank, so all ranks decide alike.
@@ -26,13 +26,13 @@ _log = logging.getLogger("forgekit")
 
 
 class BadStepError(RuntimeError):
-    """There were more bad steps, or more rollbacks, than a run tolerates."""
+    """There were more bad steps or rollbacks than a run tolerates."""
 
 
 def bad_step_policy(
     policy: str = "raise", *, patience: int = 1
 ) -> Callable[[Mapping[str, Any] | None], bool]:
-    """Return a check of logged rows that decides what bad steps mean for the run.
+    """Build a check of logged rows that applies a policy for bad steps.
 
     A step is bad if its loss or gradient is not finite, if it has no targets, or if it is a spike
     (see ``SpikeLimit``). It has changed nothing. So going on is safe; whether it is wise depends
@@ -46,8 +46,8 @@ def bad_step_policy(
             row.
 
     Returns:
-        ``check(row)`` for what ``MetricsLog`` returned; a row of None is no row. It returns whether
-        ``roll_back`` is due.
+        ``check(row)`` for the rows of ``MetricsLog``; None means that no row was due. It returns
+        whether to call ``roll_back``.
 
     Raises:
         TypeError: If ``patience`` is not an integer.
@@ -97,7 +97,7 @@ def roll_back(
     *,
     times: int = 3,
 ) -> StateT:
-    """Load the last checkpoint before the bad steps, and leave out the samples that broke them.
+    """Load the last checkpoint before the bad steps, and skip their samples.
 
     The samples between that checkpoint and the first bad step are read again, those of the bad
     steps never: ``state.skips`` names them. Checkpoints saved in between are deleted, because a
@@ -152,7 +152,7 @@ def roll_back(
         "rolled back from step %d to step %d; samples %d to %d are left out (%d of %d times)",
         *(step, state.step, skip[0], samples - 1, len(skips) + 1, times),
     )
-    # Not the checkpoint's skips: it may be older than the last rollback.
+    # The current skips: the checkpoint may be older than the last rollback.
     return donate(state, skips=(*skips, skip))
 
 

@@ -1,4 +1,4 @@
-"""What happens when the data of some ranks end and those of others do not.
+"""Ends of data that come at different steps on different ranks.
 
 Ranks with streams of their own run out at different steps, and one that stops alone leaves the
 others waiting in the next collective. So a rank without data goes on with micro-batches that carry
@@ -20,7 +20,7 @@ EndPolicy = Literal["pad", "drop", "error"]
 
 
 class DataEnd:
-    """Let all ranks end their data after the same step; pass it to ``groups`` and ``make_step``.
+    """Make all ranks end their data after the same step; pass it to ``groups`` and ``make_step``.
 
     ``data_end.has_ended`` reads one number from the device between two steps. Loaders do not need
     it: those with an end have as many micro-batches on each rank.
@@ -51,11 +51,11 @@ class DataEnd:
         self._last: HostCopy | None = None
 
     def watch(self, has_more: Callable[[], bool]) -> None:
-        """Take the function that says whether this rank has data for another step; start anew."""
+        """Register a function that says whether this rank has more data; reset the votes."""
         self._has_more, self._heard, self._last = has_more, 0, None
 
     def vote(self) -> float:
-        """Return 1.0 if this rank's data have ended, else 0.0; looks ahead by a micro-batch.
+        """Return 1.0 if this rank's data have ended, else 0.0; reads ahead by one micro-batch.
 
         Raises:
             RuntimeError: If no groups are made with it.
@@ -73,7 +73,7 @@ class DataEnd:
         self._last = HostCopy(votes)
 
     def goes_on(self, groups: int) -> bool:
-        """Whether another group is due after so many; the same on all ranks.
+        """Whether another group follows after so many; the same on all ranks.
 
         Raises:
             RuntimeError: If steps have voted less often than there were groups.
@@ -87,7 +87,7 @@ class DataEnd:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no further step is due on any rank; the same on all of them.
+        """Whether no further step follows; the same on all ranks.
 
         Raises:
             ValueError: With the policy ``"error"``, if the data of some ranks alone have ended.

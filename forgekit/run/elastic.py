@@ -1,4 +1,4 @@
-"""Attempts of a run whose launcher starts it again: ``torchrun --nnodes=1:8 --max-restarts=N``.
+"""Attempts of a run that torchrun restarts: ``torchrun --nnodes=1:8 --max-restarts=N``.
 
 torchrun's agents, one per machine, start all workers anew when one has failed, when an agent is
 lost and when one comes; ``--max-restarts`` bounds how often. So the ranks of an attempt meet before
@@ -28,17 +28,17 @@ from forgekit.run.rendezvous import HangError, RankStore
 from forgekit.run.status import RunLockedError
 
 LATE_S = 120.0
-"""From the first rank of an attempt to the last; their agents have met just before."""
+"""Longest time between an attempt's first and last rank; their agents have just met."""
 HELD_S = 120.0
-"""How long workers of an earlier attempt may hold the run: they look for others now and then."""
+"""How long workers of an earlier attempt may hold the run, until they see the request."""
 PAUSE_S = 30.0
-"""Between two attempts on a number of ranks that cannot share the run."""
+"""Pause between attempts on a number of ranks that cannot share the run."""
 REASONS_S = 5.0
-"""How late ranks may hear why a run ends, or say it."""
+"""How long ranks wait for the reason of a run's end, or for its readers."""
 WANTED = "another attempt"
-"""Why workers stop whose agent was taken for dead: the others have gone on without it."""
+"""Stop reason of workers whose agent was presumed dead: a later attempt needs the run."""
 LEAVING = ("SIG", "launcher is gone", "another rank", WANTED)
-"""How the reasons begin for which a rank leaves while the others go on."""
+"""First words of the reasons for which a rank leaves while the others go on."""
 
 
 @attrs.frozen
@@ -57,7 +57,7 @@ class Attempt:
     store: Any = None
 
     def first_failure(self, reason: str = "") -> str:
-        """Say why this rank fails, if it has a reason of its own; the first one that a rank gave.
+        """Report this rank's reason for failing, if any; return the first that a rank reported.
 
         Rank 0 alone writes, and of another's failure it hears a lost connection, or SIGTERM.
         """
@@ -71,7 +71,7 @@ class Attempt:
 def hold_run(
     folder: Path, url: Url | None = None, *, is_writer: bool
 ) -> Iterator[tuple[Attempt, Mirror | None]]:
-    """Hold the run directory, as ``held_run``; where torchrun restarts workers, meet all ranks too.
+    """Hold the run directory, as ``held_run``; under a restarting torchrun all ranks meet first.
 
     Args:
         folder: The run directory, or where this machine works on it.
@@ -114,7 +114,7 @@ def hold_run(
 
 
 def check_connections() -> None:
-    """Notice ranks that died in set-up: their connections are closed, a store would wait for them.
+    """Raise if a rank died in set-up: its closed connection fails here; a store would wait.
 
     Raises:
         RuntimeError: If one has died, as gloo says it.
@@ -126,7 +126,7 @@ def check_connections() -> None:
 def is_wanted(out: Location) -> bool:
     """Whether a later attempt of this job waits for the run directory.
 
-    An agent that stalls is taken for dead. Nobody tells it, so that its workers would go on alone.
+    An agent that stalls is presumed dead without being notified; its workers would go on alone.
     """
     with suppress(OSError):
         job = content_of(out / ".wanted", patience_s=0.0)
@@ -135,7 +135,7 @@ def is_wanted(out: Location) -> bool:
 
 
 def _ask_for(out: Location, job: str) -> None:
-    """Ask workers that hold the run directory to give way to a job; nobody, if it has no name."""
+    """Request the run directory for a job; an empty name withdraws the request."""
     if isinstance(out, Path):
         (out / ".wanted").write_text(job)
     else:
@@ -144,7 +144,7 @@ def _ask_for(out: Location, job: str) -> None:
 
 
 def is_left(reason: str | None) -> bool:
-    """Whether torchrun should start a stopped run again, on the ranks that are still wanted.
+    """Whether torchrun should restart a stopped run on the remaining ranks.
 
     A signal, or the death of a launcher, means one machine. A budget or a stop file mean the run.
 
@@ -154,13 +154,13 @@ def is_left(reason: str | None) -> bool:
     ranks = RankStore.of(range(dist.get_world_size() if dist.is_initialized() else 1))
     reasons = {0: reason}
     if ranks is not None:
-        with suppress(Exception):  # a rank that does not say it was killed meanwhile
+        with suppress(Exception):  # a rank that does not answer was killed meanwhile
             reasons = ranks.gather("reasons", "the run has stopped", reason, REASONS_S)
     return all(str(reason).startswith(LEAVING) for reason in reasons.values())
 
 
 def _connect() -> dist.TCPStore:
-    """Connect to the first rank, in whose store the process groups will be made too."""
+    """Connect to the first rank's store, which the process groups will use too."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
             f"torchrun restarts workers here (--max-restarts={restarts(os.environ)}), but its "
@@ -172,18 +172,18 @@ def _connect() -> dist.TCPStore:
     at = rendezvous(os.environ)
     address = at["MASTER_ADDR"], int(at["MASTER_PORT"])
     deadline = time.monotonic() + LATE_S
-    while rank != 0:  # the store would wait where no signal is heard
+    while rank != 0:  # the store's own wait would block signals
         with suppress(OSError), socket.create_connection(address, timeout=1.0):
             break
         if time.monotonic() > deadline:
             raise HangError(f"rank 0 did not come within {LATE_S:g} s: a machine may be lost.")
         time.sleep(0.05)
-    # init_process_group makes the same one
+    # as in init_process_group
     return dist.TCPStore(*address, is_master=rank == 0, wait_for_workers=False, multi_tenant=True)
 
 
 def _agent() -> str:
-    """Name the process that started this one; in a container that starts again its id is the same.
+    """Identify the parent process by id and start time: restarted containers reuse ids.
 
     The time is in clock ticks since the machine was booted, the 22nd field of ``proc_pid_stat(5)``.
     """
@@ -193,7 +193,7 @@ def _agent() -> str:
 
 
 def _history(out: Path) -> list[Mapping[str, Any]]:
-    """Read ``history.jsonl`` but for lines that a full disk has torn."""
+    """Read ``history.jsonl``, without lines torn by a full disk."""
     path, events = out / "history.jsonl", []
     for line in read_regular(path).splitlines() if path.exists() else ():
         with suppress(ValueError):

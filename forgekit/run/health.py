@@ -1,4 +1,4 @@
-"""Ranks that hang and ranks that slow the others down: found, named and written down.
+"""Detection of ranks that hang and of ranks that slow the others down.
 
 A rank that hangs shows on the others only: they wait in a collective until it times out, and that
 error does not say for which rank. Here ranks meet in the store through which the process groups
@@ -34,9 +34,9 @@ from forgekit.state import TrainState
 from forgekit.steps.audit.agreement import check_replicas
 
 LEAST_SHARE = 0.1
-"""Of a step that a rank must cost the others before it is called slow."""
+"""Fraction of a step that a rank must cost the others to be reported as slow."""
 LEAST_S = 0.5
-"""Between two meetings; over less time differences say nothing."""
+"""Minimum time between two meetings; over less, differences are noise."""
 
 _log = logging.getLogger("forgekit")
 
@@ -129,7 +129,7 @@ class Health:
             self._stack.__exit__(kind, error, trace)
 
     def __call__(self, state: TrainState) -> dict[str, Any] | None:
-        """Record that a step has ended; meet the other ranks where a meeting is due.
+        """Record the end of a step; every so often compare with the other ranks.
 
         Args:
             state: The state that the step returned.
@@ -152,7 +152,7 @@ class Health:
         if self._is_first:
             self._is_first = False
             self._shorten()
-            self._restart()  # what the first step took says nothing about the others
+            self._restart()  # the first step's time does not represent the others
         else:
             self._steps += 1
         if self._every == 0 or state.step % self._every:
@@ -162,9 +162,9 @@ class Health:
         return row
 
     def _meet(self, ranks: RankStore, step: int) -> dict[str, Any]:
-        self._shorten()  # groups that were made since
+        self._shorten()  # groups made since then
         notes = ranks.gather("probe", f"step {step}", self._note(step), self._timeouts[1])
-        # Ranks at different steps would compare different things, so this comes first.
+        # First: all else compares ranks at the same step.
         if different := differences({rank: f"step {note['step']}" for rank, note in notes.items()}):
             raise HangError(
                 f"ranks met after different steps: {different}. Every rank must take the same "
@@ -190,10 +190,10 @@ class Health:
         }
 
     def _note(self, step: int) -> dict[str, Any]:
-        """Describe this rank's steps since the last meeting to the others."""
+        """Return this rank's times since the last meeting, for the others."""
         seconds, steps = time.perf_counter() - self._clock, max(self._steps, 1)
         data_wait = waited(self._loader) - self._waited
-        # A rank that waits for others uses no processor. One that reads its own data without
+        # A rank that waits for others uses no CPU time. One that reads its own data without
         # workers does while it waits for them, so the sum may count that time twice.
         own = min(time.thread_time() - self._worked + data_wait, seconds)
         return {
@@ -221,7 +221,7 @@ class Health:
 
 
 def _timeouts() -> dict[dist.ProcessGroup, timedelta]:
-    """Return the time-outs of all groups of this process but those of checkpoints.
+    """Return the time-outs of all process groups but those of checkpoints.
 
     In those, ranks wait for as long as the slowest one writes.
     """
@@ -231,9 +231,9 @@ def _timeouts() -> dict[dist.ProcessGroup, timedelta]:
 
 
 def _set_timeouts(timeouts: Mapping[dist.ProcessGroup, timedelta]) -> None:
-    # torch has no public way to change the time-out of a group, only one for a new group.
+    # torch has no public way to change an existing group's time-out.
     for group, timeout in timeouts.items():
-        if group in c10d._world.pg_map:  # else it was destroyed
+        if group in c10d._world.pg_map:  # None if it was destroyed
             c10d._set_pg_timeout(timeout, group)
 
 

@@ -1,4 +1,4 @@
-"""One writer of a run directory behind a URL: a lease that a crashed one loses.
+"""A lease that grants one process the writing of a run directory behind a URL.
 
 An object ``.lease`` names the writer, who renews it. No clock is compared with another machine's:
 who finds a lease watches by its own clock whether it changes. If it does, the writer lives and the
@@ -30,13 +30,13 @@ from forgekit.run.status import RunLockedError, in_use
 from forgekit.terminal import tell
 
 PERIOD_S = 30.0
-"""After so long without renewal a lease may be taken over; it is renewed three times as often."""
+"""A lease not renewed for so long may be taken over; renewals are three times as frequent."""
 
 log = logging.getLogger("forgekit")
 
 
 class Lease:
-    """The lease of one run directory; ``held`` takes it, renews it and gives it back."""
+    """The lease of a run directory; ``held`` takes, renews and releases it."""
 
     def __init__(self, url: Url, period_s: float) -> None:
         self.url, self._period = url, period_s
@@ -46,12 +46,12 @@ class Lease:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         self._name = f"pid {os.getpid()} on host {socket.gethostname()} since {now}"
         self._beat, self._renewed = 0, 0.0
-        self._there, self._version = b"", None  # as it was read last, empty if there is none
+        self._there, self._version = b"", None  # as last read, empty if there is none
         self._lost: str | None = None
-        self._lock = threading.Lock()  # the threads of a save and of the mirror renew it, too
+        self._lock = threading.Lock()  # threads of saves and of the mirror renew it too
 
     def take(self, previous: str | None = None, *, patience_s: float = 0.0) -> None:
-        """Take the lease, after watching one that is there.
+        """Take the lease, waiting for the expiry of an existing one.
 
         Args:
             previous: Owner that is known to have died.
@@ -76,7 +76,7 @@ class Lease:
             raise in_use(self.url, self._holder)
 
     def check(self, *, now: bool = False) -> None:
-        """Renew the lease if that is due, or now, just before what only its holder may do.
+        """Renew the lease if it is time, or at once before an action that only its holder may take.
 
         Raises:
             RunLockedError: If another process has taken it over.
@@ -94,13 +94,13 @@ class Lease:
             self.check_known()
 
     def check_known(self) -> None:
-        """Raise ``RunLockedError`` if the lease is known to be lost; asks nobody."""
+        """Raise ``RunLockedError`` if the lease is known to be lost, without a request."""
         if self._lost is not None:
             raise RunLockedError(self._lost)
 
     def release(self) -> None:
-        """Delete the lease, so that the next start need not wait; if it is still this one's."""
-        with suppress(OSError):  # of a store that is down it is not worth waiting
+        """Delete the lease if it is still ours, so that the next start need not wait."""
+        with suppress(OSError):  # not worth waiting for a store that is down
             if self._lost is None and self._swap(patience_s=0.0):
                 self._fs.rm_file(self._path)
 
@@ -109,7 +109,7 @@ class Lease:
         return self._there.decode(errors="replace").partition("\n")[0]
 
     def _swap(self, patience_s: float | None = None) -> bool:
-        """Replace the lease that was read last by one's own; False if it is another one now."""
+        """Replace the lease as last read by ours; False if it has changed since."""
         self._beat += 1
         content = f"{self._name}\n{self.owner} {self._beat}\n".encode()
         before, version = self._there, self._version
@@ -129,14 +129,14 @@ class Lease:
         except OSError as error:
             if code_of(error) not in PRECONDITION:
                 raise
-        self._read()  # in any case: of a write that succeeded the answer may have been lost
+        self._read()  # always: a write may succeed although its answer is lost
         if is_done := self._there == content:
             self._renewed = time.monotonic()
         return is_done
 
     def _read(self) -> None:
         def read() -> tuple[bytes, Any]:
-            # The version first: one that is older than the content fails the next condition.
+            # The version before the content: if it is older, the next conditional write fails.
             version = self._fs.info(self._path).get("ETag")
             return self._fs.cat_file(self._path), version
 
@@ -150,7 +150,7 @@ class Lease:
 def held(
     url: Url, folder: Path, *, period_s: float | None = None, patience_s: float = 0.0
 ) -> Iterator[Lease]:
-    """Hold the lease of a run directory, which a thread renews.
+    """Hold the lease of a run directory, renewed by a thread.
 
     A crash on this machine is known at once: the folder, which the caller has locked, notes the
     owner of its last lease.
@@ -175,7 +175,7 @@ def held(
 
 @contextmanager
 def repeated(action: Callable[[], None], every_s: float, name: str) -> Iterator[None]:
-    """Do something now and then in a thread, until the block ends or the lease is lost.
+    """Repeat an action in a thread until the block ends or the lease is lost.
 
     Args:
         action: What to do; what it raises is logged.
@@ -188,7 +188,7 @@ def repeated(action: Callable[[], None], every_s: float, name: str) -> Iterator[
         while not over.wait(every_s):
             try:
                 action()
-            except RunLockedError as error:  # the run stops at its next step
+            except RunLockedError as error:  # the run stops at the next step
                 log.error("%s", error)
                 return
             except Exception as error:

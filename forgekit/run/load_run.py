@@ -1,4 +1,4 @@
-"""A finished run for a script that only samples or evaluates: its model, tokenizer, configuration.
+"""Load a finished run's model, tokenizer and configuration, to sample or evaluate.
 
 Adapters are built from the facts in the checkpoint. The spec of the model, or its base, is read
 from the run's ``config.json`` and compared with those facts.
@@ -35,7 +35,7 @@ from forgekit.state import TrainState
 def load_run(
     run: str | os.PathLike[str], *, step: int | None = None
 ) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Load the model of a run, as a script wants it that samples or evaluates.
+    """Load the model of a run for sampling or evaluation.
 
     One process loads it, whole and on the CPU, whatever layout it was trained in, with its adapters
     beside the base. A model of transformers is built from the base's ``config.json``. No optimizer
@@ -80,7 +80,7 @@ def read_run_config(run: Location) -> dict[str, Any]:
 def read_model(
     run: Location, config: Mapping[str, Any], step: int | None = None
 ) -> tuple[nn.Module, int]:
-    """Build and fill the model of a run.
+    """Build the model of a run and load its weights.
 
     Returns:
         The model, and the step of its checkpoint.
@@ -102,14 +102,14 @@ def read_model(
 
 
 def run_tokenizer(config: Mapping[str, Any]) -> Any:
-    """The tokenizer of a run that cannot be taken from its base; None if it can."""
+    """Return a run's own tokenizer; None if its base has it."""
     if not config.get("base"):
         return tokenizer_file(config)
     return read_base(config["base"], new)[0] if (new := config.get("new_tokens")) else None
 
 
 def tokenizer_file(config: Mapping[str, Any]) -> Path | None:
-    """The tokenizer of a run, if it is still there: beside its data, or of its base."""
+    """Return the tokenizer file of a run, beside its data or in its base; None if it is gone."""
     data = config.get("data")
     given = config.get("base"), data.get("path") if isinstance(data, dict) else None
     for folder in (Path(one) for one in given if isinstance(one, str)):
@@ -120,7 +120,7 @@ def tokenizer_file(config: Mapping[str, Any]) -> Path | None:
 
 
 def _build(run: Location, config: Mapping[str, Any], *, is_own: bool) -> nn.Module:
-    """The model without values and adapters; of transformers filled, as its buffers need it."""
+    """Build the model without weights or adapters; transformers' models fill their buffers."""
     base = config.get("base")
     if isinstance(base, str) and not is_own:
         return transformers_model(base, device="cpu", use_cache=False)
@@ -149,11 +149,11 @@ def _read_spec(run: Location, tree: Mapping[str, Any]) -> TransformerSpec:
 
 
 def _add_adapters(model: nn.Module, manifest: Mapping[str, Any]) -> None:
-    """Add the adapters of the checkpoint, by their facts there: whatever the configuration says."""
+    """Add the adapters that the checkpoint describes, whatever the configuration says."""
     tensors = manifest["tensors"]
     chosen: dict[str | None, list[Adapter]] = {}
     for name, each in manifest["adapters"].items():
-        matrix = name.removesuffix("lora_A")[:-1]  # of a linear layer a dot, of a stack "_"
+        matrix = name.removesuffix("lora_A")[:-1]  # "." of a linear layer, "_" of a stack
         weight = tensors.get(f"model.{matrix}.weight", {})
         adapter = Adapter(
             name=matrix,

@@ -1,4 +1,4 @@
-"""Host and device memory: a snapshot when it runs out, and garbage collection at known steps.
+"""Memory: a snapshot when a device runs out, and garbage collection at known steps.
 
 Python collects cyclic garbage whenever enough objects have been made, which is at another step on
 each rank, and all ranks wait for the one that collects. ``periodic_collection`` does it at the same
@@ -23,9 +23,9 @@ _log = logging.getLogger("forgekit")
 
 @contextmanager
 def periodic_collection(every: int) -> Iterator[Callable[[int], bool]]:
-    """Collect cyclic garbage every ``every`` steps and at no other time.
+    """Collect cyclic garbage every ``every`` steps only.
 
-    The first collection is a full one; what it leaves (modules, the model) is frozen, so that later
+    The first collection is a full one; what survives (modules, the model) is frozen, so that later
     ones look only at objects made since. In the end nothing is frozen, and Python's own collection
     is as before, whatever is raised.
 
@@ -73,7 +73,7 @@ def periodic_collection(every: int) -> Iterator[Callable[[int], bool]]:
 
 @contextmanager
 def report_out_of_memory(out: str | os.PathLike[str], *, rank: int = 0) -> Iterator[None]:
-    """Write torch's snapshot of the allocator when a device's memory runs out; the error goes on.
+    """Write torch's allocator snapshot when a device runs out of memory, and re-raise.
 
     ``out/memory/rank_0.pickle`` (for https://pytorch.org/memory_viz) is taken while the error still
     holds the local variables of each frame that it came through. It shows how the blocks came to be
@@ -92,6 +92,6 @@ def report_out_of_memory(out: str | os.PathLike[str], *, rank: int = 0) -> Itera
                 path.parent.mkdir(parents=True, exist_ok=True)
                 torch.cuda.memory._dump_snapshot(str(path))
                 _log.error("out of memory; what filled it is in %s", path)
-            except (OSError, RuntimeError) as failure:  # must not hide the error itself
+            except (OSError, RuntimeError) as failure:  # must not hide the out-of-memory error
                 _log.error("out of memory, and no snapshot of it: %s", failure)
         raise

@@ -1,4 +1,4 @@
-"""A run directory behind a URL: the run works in a local folder, which is mirrored beside training.
+"""A run directory behind a URL: a local folder that is mirrored while the run trains.
 
 Whatever writes into a run directory goes on writing local files. A thread uploads what has changed;
 just before a checkpoint counts, and at the end, all of it is uploaded. Objects cannot be appended
@@ -38,16 +38,16 @@ from forgekit.run.lease import Lease, held, repeated
 from forgekit.run.status import lock_run
 
 EVERY_S = 10.0
-"""Between two uploads of what has changed."""
+"""Time between two uploads of changed files."""
 PART_BYTES = 1 << 20
 LARGE_BYTES = 8 << 20
-"""A file above this size is uploaded with checkpoints and at the end only."""
+"""Larger files are uploaded with checkpoints and at the end only."""
 METRICS = "metrics.jsonl"
 _PART = re.compile(r"(\d{12})-(\d+)\.jsonl")
 
 
 class _Part(NamedTuple):
-    """Rows of metrics in one object.
+    """An uploaded object with a range of the rows of metrics.
 
     Attributes:
         first: The step of the first row.
@@ -63,7 +63,7 @@ class _Part(NamedTuple):
 
 
 class Mirror:
-    """Uploads what has changed in a folder; ``held_run`` makes it.
+    """Uploads a folder's changes; made by ``held_run``.
 
     Attributes:
         url: The run directory.
@@ -74,19 +74,19 @@ class Mirror:
         self.url, self.lease, self._folder = url, lease, folder
         self._fs, self._root = fs_of(url)
         self._lock = threading.RLock()
-        for path in folder.iterdir():  # what a run that died here has left; the bucket is right
+        for path in folder.iterdir():  # leftovers of a run that died here; the bucket counts
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
             elif path.name not in (".lock", ".lease"):
                 path.unlink(missing_ok=True)
         _fetch_files(self._fs, self._root, folder)
         self._parts = _parts_of(self._fs, self._root)
-        self._missing = len(self._parts)  # of the first ones there are no rows here
-        self._rows = b""  # of the last part, as it was uploaded
+        self._missing = len(self._parts)  # the first parts' rows are not here
+        self._rows = b""  # the last part as uploaded
         self._sent = {name: _version(path) for name, path in self._files()}
 
     def flush(self, *, all_files: bool = True) -> None:
-        """Upload what has changed, rows of metrics first.
+        """Upload changes, rows of metrics first.
 
         Args:
             all_files: Large ones too.
@@ -98,7 +98,7 @@ class Mirror:
         with self._lock:
             self._flush_rows()
             for name, path in self._files():
-                with suppress(FileNotFoundError):  # it is gone again
+                with suppress(FileNotFoundError):  # deleted meanwhile
                     version = _version(path)
                     if self._sent.get(name) == version:
                         continue
@@ -107,12 +107,12 @@ class Mirror:
                         self._sent[name] = version
 
     def settle(self) -> None:
-        """Upload all that has changed, and make sure that this process still is the writer."""
+        """Upload all changes, and check that this process still holds the lease."""
         self.flush()
         self.lease.check(now=True)
 
     def go_to(self, step: int) -> None:
-        """Follow the run to a step: delete the parts after it, fetch the part that has its row.
+        """Follow a rollback to a step: delete later parts, fetch the part with its row.
 
         The log, which removes the rows after the step from the file, is opened afterwards.
         """
@@ -129,7 +129,7 @@ class Mirror:
             self._rows = b""
 
     def complete(self) -> None:
-        """Fetch the rows that the local file lacks, as for a report."""
+        """Fetch the rows that the local file lacks, for a report."""
         with self._lock, _opened(self._folder) as file:
             absent, here = self._parts[: self._missing], self._parts[self._missing :]
             _fetch_rows(self._fs, self._root, absent, file, here[0].begins if here else None)
@@ -154,7 +154,7 @@ class Mirror:
             self._parts.append(_Part(_step(content[last:]), self._parts[-1].begins + last))
 
     def _files(self) -> Iterator[tuple[str, Path]]:
-        for path in self._folder.rglob("[!.]*"):  # dots: half-written ones
+        for path in self._folder.rglob("[!.]*"):  # a leading dot: half-written
             inside = str(path.relative_to(self._folder))
             if path.is_file() and inside != METRICS:
                 yield inside, path
@@ -163,13 +163,13 @@ class Mirror:
         self._retried(lambda path: self._fs.pipe_file(path, content), name)
 
     def _retried(self, action: Callable[[str], Any], name: str) -> None:
-        # A store that was out of reach for a while may have got another writer meanwhile.
+        # While the store was out of reach another writer may have taken the lease.
         path = f"{self._root}/{name}"
         retried(lambda: action(path), f"{self.url}/{name}", before=self.lease.check)
 
 
 def working_folder(url: Url) -> Path:
-    """Return where this machine works on a run directory behind a URL."""
+    """Return the local folder for a run directory behind a URL."""
     return local_folder() / "runs" / f"{url.name}-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
 
 
@@ -177,7 +177,7 @@ def working_folder(url: Url) -> Path:
 def held_run(
     folder: Path, url: Url | None, *, is_writer: bool, patience_s: float = 0.0
 ) -> Iterator[Mirror | None]:
-    """Hold a run directory, as ``lock_run``; of one behind a URL also its lease, and mirror it.
+    """Hold a run directory, as ``lock_run``; behind a URL also take its lease and mirror it.
 
     Args:
         folder: The run directory, or where this machine works on it: that is emptied, gets what the
@@ -209,7 +209,7 @@ def held_run(
 
 @contextmanager
 def local_copy(run: Location) -> Iterator[Path]:
-    """Yield a run directory on this machine: itself, or a copy without checkpoints."""
+    """Yield a local run directory: the given one, or a copy of a URL's without checkpoints."""
     if isinstance(run, Path):
         yield run
         return
@@ -243,10 +243,10 @@ def _opened(folder: Path) -> BinaryIO:
 def _fetch_rows(
     fs: Any, root: str, parts: Sequence[_Part], file: BinaryIO, end: int | None = None
 ) -> None:
-    """Write parts to where they begin, each up to where the next one does, the last to ``end``."""
+    """Write each part at its offset, up to the next part's, the last one up to ``end``."""
     for part in reversed(parts):
         rows = _read(fs, f"{root}/{part.name}")
-        before = b"\n"[: part.begins]  # of the line before, for who reads backwards
+        before = b"\n"[: part.begins]  # newline of the line before, for backward readers
         file.seek(part.begins - len(before))
         file.write(before + (rows if end is None else rows[: end - part.begins]))
         end = part.begins

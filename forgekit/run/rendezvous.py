@@ -1,4 +1,4 @@
-"""Ranks that meet in the store through which the process groups were made.
+"""Meetings of ranks over the process groups' store.
 
 A meeting touches neither the device nor a process group, and unlike a collective it can say who is
 not there: each rank keeps one line in the store that says where it is.
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 LONGEST_PAUSE_S = 0.05
-"""Between two looks at who has come."""
+"""Longest interval between two polls of the store."""
 
 
 class HangError(RuntimeError):
@@ -49,7 +49,7 @@ def barrier(tag: str, *, timeout_s: float = 600.0) -> None:
 
 @attrs.frozen
 class RankStore:
-    """The store of some ranks, in which each keeps a line that says where it is.
+    """A store of some ranks, in which each writes where it is.
 
     Attributes:
         store: The store that made the process groups, under a prefix of its own.
@@ -63,21 +63,21 @@ class RankStore:
 
     @classmethod
     def of(cls, members: Sequence[int]) -> Self | None:
-        """Let these ranks meet; None if there is only one."""
+        """Make the store of these ranks; None for a single rank."""
         if len(members) < 2:
             return None
-        # Meshes of other ranks have other keys in the one store.
+        # Keys by ranks: several meshes share one store.
         prefix = f"forgekit/{members[0]}-{members[-1]}-{len(members)}"
         store = dist.PrefixStore(prefix, c10d._get_default_store())
         return cls(store, dist.get_rank(), tuple(members))
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank collects what all have brought."""
+        """Whether this rank collects all values."""
         return self.rank == self.members[0]
 
     def gather(self, kind: str, tag: str, value: Any, timeout_s: float) -> dict[int, Any]:
-        """Meet all ranks, and return what each has brought.
+        """Meet all ranks and return each one's value.
 
         Args:
             kind: Meetings of a kind are counted, and the n-th of one rank is that of all.
@@ -88,18 +88,18 @@ class RankStore:
         Raises:
             HangError: If a rank did not come; says where it was last.
         """
-        # Each rank counts its own meetings: nobody has to agree on a number first.
+        # Each rank counts its own meetings, so no number has to be agreed on.
         number = self.store.add(f"{kind}/count/{self.rank}", 1)
         keys = {rank: f"{kind}/{number}/{rank}" for rank in self.members}
         result = f"{kind}/{number}/all"
         self.write(f"was last at {tag!r}")
         self.store.set(keys[self.rank], json.dumps(value))
-        # The first rank reads all and writes one: a thousand ranks need some thousand messages.
+        # The first rank reads all values and writes one: messages are linear in ranks.
         problem, values = "", []
         awaited = [*keys.values()] if self.is_first else [result]
         if not self._come(awaited, timeout_s):
             missing = [r for r, key in keys.items() if not self.store.check([key])]
-            missing = missing or [self.members[0]]  # all have come, and the first one is gone
+            missing = missing or [self.members[0]]  # all have come, but the first rank is gone
             problem = (
                 f"{kind} {tag!r}: {name_ranks(missing)} did not come within {timeout_s:g} s; "
                 f"{self.describe(missing)}. A rank that failed says why itself; else look for a "
@@ -108,18 +108,18 @@ class RankStore:
         if problem or self.is_first:
             if not problem:
                 values = [json.loads(each) for each in self.store.multi_get(awaited)]
-            # Ranks that give up may miss other ones; what was written first counts for all.
+            # Ranks that give up may miss different ones; the first text counts for all.
             self.store.compare_set(result, "", json.dumps([problem, values]))
         problem, values = json.loads(self.store.get(result))
         if problem:
             raise HangError(problem)
-        if self.is_first and number > 1:  # all are here, so they have read the one before
+        if self.is_first and number > 1:  # all are here, so all have read the previous one
             for name in (*self.members, "all"):
                 self.store.delete_key(f"{kind}/{number - 1}/{name}")
         return dict(zip(self.members, values, strict=True))
 
     def _come(self, keys: Sequence[str], timeout_s: float) -> bool:
-        """Look until keys are there, and say whether they are: the store's wait hears no signal."""
+        """Poll until keys are set; whether they are. The store's own wait would block signals."""
         deadline, pause = time.monotonic() + timeout_s, 0.001
         while not self.store.check(keys):
             if time.monotonic() > deadline:
@@ -133,7 +133,7 @@ class RankStore:
         self.store.set(f"at/{self.rank}", line)
 
     def describe(self, members: Sequence[int]) -> str:
-        """Say where some ranks are, those with equal lines together."""
+        """Describe where some ranks are, ranks with equal lines together."""
         lines = dict.fromkeys(members, "was never here")
         for rank in members:
             if self.store.check([f"at/{rank}"]):
@@ -143,18 +143,18 @@ class RankStore:
 
 
 def differences(tags: Mapping[int, str]) -> str:
-    """Say which ranks are where, if they are not all at the same tag."""
+    """Describe which ranks have which tag; "" if all have the same."""
     at = {tag: [rank for rank in tags if tags[rank] == tag] for tag in tags.values()}
     described = [f"{name_ranks(ranks)} at {tag!r}" for tag, ranks in at.items()]
     return ", ".join(described) if len(at) > 1 else ""
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Write "rank 1" or "ranks 1, 2"."""
+    """Format "rank 1" or "ranks 1, 2"."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def is_lost(error: BaseException | None) -> bool:
-    """Whether a collective or a meeting failed; gloo's errors have no class of their own."""
+    """Whether an error is a failed collective or meeting; gloo's errors have no own class."""
     is_gloo = type(error) is RuntimeError and "gloo" in str(error)
     return is_gloo or isinstance(error, dist.DistError | HangError)

@@ -1,4 +1,4 @@
-"""The frame around a recipe: one run in one directory, ended properly whatever is raised.
+"""The context of a recipe: one run in one directory, ended properly whatever is raised.
 
 ``open_run`` is where a run's loose ends are tied: the lock, the resolved configuration, what
 ``status.json`` says in the end, saves that are still being written, process groups, and a terminal
@@ -62,13 +62,13 @@ from forgekit.state import SaveHandle, TrainState
 from forgekit.terminal import steady_streams, tell
 
 STATUS_EVERY_S = 30.0
-"""Between two updates of a running run's ``status.json``, by ``is_over``."""
+"""Time between two updates of ``status.json`` by ``is_over``."""
 
 PATIENCE_S = 5.0
-"""How long a rank that has ended its run waits for the others, which may still use its groups."""
+"""How long a rank waits at the end for the others, which may still use its groups."""
 
 USAGE_ERRORS = (ValueError, OSError, ImportError, CheckpointError)
-"""What the library raises in set-up when a run was asked for that cannot be."""
+"""Errors that the library raises in set-up for impossible requests."""
 
 StateT = TypeVar("StateT", bound=TrainState)
 
@@ -78,7 +78,7 @@ STDLIB = str(Path(os.__file__).parent) + os.sep
 
 @attrs.define
 class Run:
-    """A run in its directory.
+    """A run and its directory.
 
     Attributes:
         out: The directory; of a run behind a URL the local one, which is mirrored there.
@@ -112,7 +112,7 @@ class Run:
 
     @property
     def checkpoints(self) -> Location:
-        """Where the checkpoints are."""
+        """The folder of checkpoints."""
         return (self.url or self.out) / "checkpoints"
 
     def start(
@@ -125,7 +125,7 @@ class Run:
         keep: int | Keep | None = 3,
         peak_flops: float | None = None,
     ) -> MetricsLog:
-        """End set-up and open the run's log, which continues that of a resumed run.
+        """End set-up and open the run's log; a resumed run's log is continued.
 
         What goes wrong from here on is a failure, not a usage error.
 
@@ -173,7 +173,7 @@ class Run:
         self._total = math.inf if total is None else total
         self._note(state, "running")
         ranks = world_of(state.mesh)
-        runs_on = {  # which may differ from one start of a run to the next
+        runs_on = {  # which may differ between starts of a run
             "ranks": ranks,
             "device": state.targets.device.type,
             "forgekit": version_of("forgekit"),
@@ -192,18 +192,18 @@ class Run:
             self._say(f"configuration changed: {changed}")
         if state.step >= self._total:
             self._say(f"all {total} steps are done already; set more steps to go on")
-        # Of a mixture only that of the samples consumed, if it has one.
+        # A mixture's fingerprint covers the consumed samples only.
         fingerprint = getattr(dataset, "fingerprint_at", getattr(dataset, "fingerprint", None))
         before_commit = None if self._mirror is None else self._mirror.settle
         self._options = {"keep": keep, "fingerprint": fingerprint, "before_commit": before_commit}
         self._saves = state.saves
-        self._saved = state.step  # it was loaded, or there is nothing to save yet
+        self._saved = state.step  # loaded, or nothing to save yet
         return log
 
     def is_over(self, state: TrainState) -> bool:
         """Whether all steps are done or the ranks agreed to stop; for all ranks, between steps."""
         if self._log is not None and time.monotonic() - self._noted >= STATUS_EVERY_S:
-            with suppress(OSError):  # a full disk: the next row of metrics says so
+            with suppress(OSError):  # a full disk is reported by the next row of metrics
                 self._note(state, "running")
             if self._stop is not None and self.attempt.facts and is_wanted(self.url or self.out):
                 self._stop.request(WANTED)
@@ -212,7 +212,7 @@ class Run:
         return state.step >= self._total or (self._stop is not None and self._stop.requested)
 
     def save(self, state: TrainState, *, blocking: bool = False) -> None:
-        """Save a checkpoint in the background, unless the run has this state saved already.
+        """Save a checkpoint in the background, unless this step is saved already.
 
         Args:
             state: The state.
@@ -229,7 +229,7 @@ class Run:
         self._saved = state.step
 
     def roll_back(self, state: StateT, *, times: int = 3) -> StateT:
-        """Go back to the last checkpoint before the bad steps; data and log follow.
+        """Go back to the last checkpoint before the bad steps, with data and log.
 
         What is left out is saved at once, so that a resumed run leaves it out as well.
 
@@ -257,13 +257,13 @@ class Run:
             self._log.rewind(state)
         self._say(f"rolled back to step {state.step}")
         self._remember("rolled_back", state, skips=state.skips)
-        self._saved = None  # a checkpoint of this step does not know what is left out
+        self._saved = None  # an existing checkpoint of this step lacks the skips
         self.save(state)
         wait_for_saves(state)
         return state
 
     def end(self, state: TrainState) -> bool:
-        """Save the last state, wait for it and say how the run ended.
+        """Save the last state, wait for the save and write how the run ended.
 
         A run is finished if nobody asked it to stop. So one that is stopped after its last step,
         while it is evaluated, is not: the same command does what is left.
@@ -286,7 +286,7 @@ class Run:
         self._note(state, ending, reason=stopped)
         self._remember(ending, state, reason=stopped)
         self._has_ended, self._is_stopped = True, bool(stopped)
-        if self._mirror is not None and not stopped:  # it is read as a whole now
+        if self._mirror is not None and not stopped:  # the page reads it as a whole
             self._mirror.complete()
         after = f"after step {state.step}"
         if self._log is not None:
@@ -298,14 +298,14 @@ class Run:
         return not stopped
 
     def _write_page(self) -> None:
-        """Write ``report.html`` of a finished run, unless the recipe has drawn it since its end."""
+        """Write ``report.html`` of a finished run, unless the recipe already has."""
         page, status = self.out / "report.html", self.out / "status.json"
         if not self.is_writer or not self._has_ended or self._is_stopped:
             return
         try:
             if not page.exists() or page.stat().st_mtime < status.stat().st_mtime:
                 write_report(self.out)
-        except Exception as error:  # a drawing library and a disk fail in their own ways
+        except Exception as error:  # drawing libraries and disks raise anything
             tell(f"no report: {error}")
 
     def _say(self, text: str) -> None:
@@ -313,7 +313,7 @@ class Run:
             self._log.message(f"{self.url or self.out}: {text}")
 
     def _fail(self, reason: str, *, is_lost: bool = False) -> None:
-        """Write why the run failed, and after which step; errors after its end do not count.
+        """Write why and after which step the run failed; errors after its end do not count.
 
         Args:
             reason: Why this rank fails.
@@ -326,7 +326,7 @@ class Run:
             self._write_last("failed", **at, reason=reason, **self.attempt.facts)
 
     def _give_up(self, reason: str) -> None:
-        """Write that the run was stopped during a step, and where it will go on.
+        """Write that the run was stopped during a step, and where it will resume.
 
         If another rank has failed, that is why torchrun sent a signal to this one.
         """
@@ -339,7 +339,7 @@ class Run:
         self._say(f"stopped ({reason}); the same command goes on from {at}")
 
     def _pause(self, error: RankCountError) -> NoReturn:
-        """Wait for machines to come, or for lost ones to be noticed: torchrun then tries again."""
+        """Wait before torchrun tries again: machines may join, or lost ones be noticed."""
         self._write_last("stopped", reason=f"waits for another number of ranks: {error}")
         if self.is_writer:
             tell(f"{self.out} waits for another number of ranks: {error}")
@@ -347,7 +347,7 @@ class Run:
         raise SystemExit(1)
 
     def _write_last(self, status: str, **fields: Any) -> None:
-        """Write the status without hiding the exception that brought us here."""
+        """Write the final status without hiding the current exception."""
         try:
             write_status(self.out, status, is_writer=self.is_writer, **fields)
         except OSError as error:
@@ -370,7 +370,7 @@ class Run:
 def open_run(
     out: str | Path, config: Mapping[str, Any], *, trackers: Sequence[str | Tracker] | None = None
 ) -> Iterator[Run]:
-    """Hold a run directory for one run, and leave it in order.
+    """Hold a run directory for one run, and write how the run ended.
 
     Writing to stdout and stderr cannot fail meanwhile: if the display goes away (`| head`, a closed
     terminal, a full disk), the run goes on. A rank that has ended waits up to five seconds for the
@@ -416,7 +416,7 @@ def open_run(
         except (OSError, ValueError, ImportError) as error:
             _exit(error, code=2, is_writer=is_writer)
         run = Run(folder, config, is_writer, made, url, attempt, mirror)
-        stack.callback(run._write_page)  # the last thing, when no rank waits any more
+        stack.callback(run._write_page)  # last, when no rank waits any more
         stack.enter_context(_closing(run))
         stack.enter_context(_stopping(run))
         yield run
@@ -424,12 +424,12 @@ def open_run(
 
 @contextmanager
 def _stopping(run: Run) -> Iterator[None]:
-    """Listen to signals until a ``StopSignal`` does; Python lets only the main thread do so."""
+    """Handle stop signals until a ``StopSignal`` does; only the main thread may."""
 
     def on_signal(number: int, _frame: object) -> None:
         if run._log is None:
             raise StoppedError(f"{signal.Signals(number).name} during set-up")
-        is_interrupt = number == signal.SIGINT  # the loop has ended already
+        is_interrupt = number == signal.SIGINT  # after the loop
         signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
         signal.raise_signal(number)
 
@@ -444,18 +444,18 @@ def _stopping(run: Run) -> Iterator[None]:
 
 @contextmanager
 def _closing(run: Run) -> Iterator[None]:
-    is_ours = not dist.is_initialized()  # Ray has made its group before, and uses it afterwards
+    is_ours = not dist.is_initialized()  # Ray made its group before and uses it afterwards
     try:
         yield
         wait_for_saves(run._saves)
-        wait_for_saves()  # those of states that the run was not started with
-        # A thread of gloo aborts a process that still sends to one whose groups are destroyed.
+        wait_for_saves()  # saves of other states than the run's
+        # gloo aborts a process that still sends to one whose groups are destroyed.
         with suppress(Exception):
             barrier("the run has ended", timeout_s=PATIENCE_S)
         if run._is_stopped and run.attempt.facts and is_left(run._stop and run._stop.reason):
-            raise SystemExit(1)  # torchrun takes 0 for the end of all
+            raise SystemExit(1)  # for torchrun 0 is the end of the whole run
     except StoppedError as stop:
-        join_saves()  # the log says if one of them failed too
+        join_saves()  # a second failure is in the log
         run._give_up(str(stop))
         raise SystemExit(0 if run._log is None else 1) from None
     except BaseException as error:
@@ -463,7 +463,7 @@ def _closing(run: Run) -> Iterator[None]:
         if run._log is None and run.attempt.has_run and isinstance(error, RankCountError):
             run._pause(error)
         run._fail(f"{type(error).__name__}: {error}", is_lost=is_lost(error))
-        if isinstance(error, RunLockedError):  # another run has taken the lease over
+        if isinstance(error, RunLockedError):  # the lease was taken over
             _exit(error, code=1, is_writer=run.is_writer)
         if run._log is None and isinstance(error, USAGE_ERRORS) and _is_refusal(error):
             _exit(error, code=2, is_writer=run.is_writer)
@@ -474,14 +474,14 @@ def _closing(run: Run) -> Iterator[None]:
 
 
 def every(steps: int, state: TrainState, *, last: int | None = None) -> bool:
-    """Whether something that happens every ``steps`` steps is due after the last step.
+    """Whether an action of every ``steps`` steps is to be taken after the last step.
 
     Before the first step nothing is.
 
     Args:
         steps: Steps from one time to the next; 0 is never.
         state: The state after the last step.
-        last: A step after which it is due as well, and after any later one: the end of the run.
+        last: The run's last step, after which, or any later one, it is to be taken as well.
 
     Raises:
         TypeError: If ``steps`` is no integer.
@@ -500,14 +500,14 @@ def every(steps: int, state: TrainState, *, last: int | None = None) -> bool:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Whether the library raised it; what a recipe raises itself keeps its traceback."""
+    """Whether the library raised an error; a recipe's own errors keep their traceback."""
     frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
     while frames and (
         (frames[-1].startswith(STDLIB) and "site-packages" not in frames[-1])
         or frames[-1].endswith(VALIDATORS)
     ):
-        frames.pop()  # where a missing file is noticed, or a field that does not fit
-    # attrs names what it generates after the class: <attrs generated methods forgekit...>.
+        frames.pop()  # raised there: missing files, fields that do not fit
+    # attrs names generated code after its class: <attrs generated methods forgekit...>.
     return bool(frames) and (is_library(frames[-1]) or " forgekit." in frames[-1])
 
 

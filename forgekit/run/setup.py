@@ -1,4 +1,4 @@
-"""What every recipe needs beside its choices: the record that ``setup`` returns, and its loaders.
+"""Set-up that recipes share: the record that ``setup`` returns, and loaders.
 
 Which samples come next, on which rank, follows from a state and its mesh alone. So a recipe does
 not write it out, and cannot forget one of them.
@@ -23,7 +23,7 @@ from forgekit.steps.losses import Loss
 
 @attrs.frozen(kw_only=True)
 class Setup:
-    """What a recipe's ``setup(config)`` returns: a run that is ready for its first step.
+    """The result of a recipe's ``setup(config)``: all that the first step needs.
 
     Tools such as ``forgekit verify`` and ``forgekit replay`` read it by these names. A recipe that
     needs more returns a record of its own, with these and others.
@@ -47,7 +47,7 @@ class Setup:
 
 
 def fitting_batch_size(global_batch_size: int, mesh: DeviceMesh | None, most: int = 8) -> int:
-    """Choose the rows of a rank's micro-batch so that whole micro-batches make a global batch.
+    """Choose the micro-batch size of a rank so that it divides the global batch.
 
     Args:
         global_batch_size: Rows per optimizer step, over all ranks.
@@ -79,7 +79,7 @@ def train_loader(
     workers: int = 0,
     transforms: Sequence[Callable[[TensorDict], TensorDict]] = (),
 ) -> Loader:
-    """Load a dataset from where a state is, without end; ``make_loader`` has all choices.
+    """Load a dataset endlessly, from a state's position; ``make_loader`` has all options.
 
     Seed, samples, and what is left out of them are those of the state; rank, world and device
     those of its mesh.
@@ -104,7 +104,7 @@ def train_loader(
 
 
 def held_out_loader(state: TrainState, dataset: Any, batch_size: int) -> Loader | None:
-    """Load each row of a dataset once, in its own order, to evaluate a state.
+    """Load each row of a dataset once, unshuffled, to evaluate a state.
 
     Args:
         state: A state, for its mesh.
@@ -124,7 +124,7 @@ def held_out_loader(state: TrainState, dataset: Any, batch_size: int) -> Loader 
 
 
 def check_length(state: TrainState, dataset: Any) -> None:
-    """Refuse rows that the model will not take, before the first one is read.
+    """Raise if rows are longer than the model's maximum, before the first one is read.
 
     Raises:
         ValueError: If the rows are longer than the model's longest.
@@ -138,7 +138,7 @@ def check_length(state: TrainState, dataset: Any) -> None:
 
 
 def _place_of(state: TrainState) -> dict[str, Any]:
-    """Return what a loader takes from where a state is."""
+    """Return the loader arguments that follow from a state's mesh and device."""
     rank, world = data_ranks(state.mesh)
     documents = state.layout.documents
     note = None if documents is None else documents.note

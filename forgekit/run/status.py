@@ -1,4 +1,4 @@
-"""What a run keeps in its directory beside metrics and checkpoints.
+"""A run directory's lock, status, history and configuration.
 
 ``.lock`` lets one process at a time write there, ``config.json`` is what the run was really started
 with (what has changed since is in ``config_changes.jsonl``), ``status.json`` says how it ended, and
@@ -40,16 +40,16 @@ FILES = (
     *("metrics.jsonl", "bad_steps.jsonl"),
 )
 SHOWN = 40
-"""Characters of a value in the line that names the changes; the file has all."""
+"""Maximum length of a value in the printed line of changes, in characters."""
 _CONSTANTS = MappingProxyType({"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"})
 
 
 class RunLockedError(RuntimeError):
-    """Another process writes into this run directory."""
+    """Another process holds this run directory."""
 
 
 def in_use(out: object, holder: str) -> RunLockedError:
-    """Make the error that names who writes into a run directory."""
+    """Build the error that names the holder of a run directory."""
     return RunLockedError(
         f"{out} is in use by {holder or 'another process'}. Wait until that run has ended, stop "
         "it, or choose another run directory."
@@ -57,7 +57,7 @@ def in_use(out: object, holder: str) -> RunLockedError:
 
 
 def check_directory(out: str | Path) -> None:
-    """Refuse a run directory in which set-up would fail later, hang, or replace a model's file.
+    """Raise for a directory in which set-up would fail later, hang, or overwrite a model's file.
 
     Raises:
         ValueError: If it cannot be made or written, holds a model, or if something else has the
@@ -74,7 +74,7 @@ def check_directory(out: str | Path) -> None:
             f"{directory} cannot be a run directory: {why}. Choose another, out=DIR."
         ) from None
     for path in (directory / name for name in FILES):
-        if os.path.lexists(path) and not path.is_file():  # a FIFO would be waited for
+        if os.path.lexists(path) and not path.is_file():  # reading a FIFO would hang
             raise ValueError(f"{path} is not a file, and a run keeps one of that name.")
     if any(directory.glob("*.safetensors")):
         raise ValueError(
@@ -91,7 +91,7 @@ def lock_run(
     name: str | None = None,
     patience_s: float = 0.0,
 ) -> Iterator[None]:
-    """Hold the run directory for this process; a second run into it is refused at once.
+    """Lock the run directory for this process; a second run into it raises at once.
 
     The system drops the lock when the process dies, however it dies, so a lock that is left behind
     cannot block a restart. Workers that outlived their launcher do hold it, which is the point:
@@ -136,7 +136,7 @@ def lock_run(
 def write_status(
     out: str | os.PathLike[str], status: str, *, is_writer: bool = True, **fields: Any
 ) -> None:
-    """Write ``status.json``: how a run ended, for scripts that cannot trust exit codes.
+    """Write ``status.json``, a run's outcome for scripts that cannot rely on exit codes.
 
     torchrun turns each exit code into 1, a clean stop included. Where no new file can be written,
     as on a full disk, the old one is overwritten: better torn by a crash than out of date.
@@ -168,7 +168,7 @@ def write_status(
 
 
 def is_running(out: str | os.PathLike[str]) -> bool:
-    """Whether a run goes on: ``status.json`` says so, and a living process holds the directory.
+    """Whether a run is running, by ``status.json`` and a live process that holds the directory.
 
     The status of a run that was killed says "running" for good. From another machine only a file
     system that shares locks shows the holder; there the ``time`` of the status tells, which a run
@@ -188,7 +188,7 @@ def is_running(out: str | os.PathLike[str]) -> bool:
 def append_history(
     out: str | os.PathLike[str], event: str, *, is_writer: bool = True, **fields: Any
 ) -> None:
-    """Append to ``history.jsonl``, which keeps each start and end that ``status.json`` forgets.
+    """Append to ``history.jsonl``, which keeps all starts and ends.
 
     A run whose last event is "started" runs or was killed. An event that cannot be written, as on
     a full disk, is lost with a warning: no run fails because of it.
@@ -209,7 +209,7 @@ def append_history(
 
 
 def keep_config(out: Path, config: Mapping[str, Any], state: TrainState) -> str:
-    """Write ``config.json``, and what differs from the one before to ``config_changes.jsonl``.
+    """Write ``config.json``, and differences from the previous one to ``config_changes.jsonl``.
 
     A checkpoint decides the seed of a run that is resumed, so ``seed`` is that of the state. Going
     back through the changes, from the last to the first, gives each earlier configuration.
@@ -223,7 +223,7 @@ def keep_config(out: Path, config: Mapping[str, Any], state: TrainState) -> str:
         The changes as one line of text; empty if there are none.
     """
     path = out / "config.json"
-    # Strict JSON has no infinity: it is the text "inf" there, which a configuration reads back.
+    # Strict JSON has no infinity: it is written as "inf", which a configuration reads back.
     actual = json.loads(json.dumps(config, default=str), parse_constant=_CONSTANTS.get)
     if "seed" in actual:
         actual["seed"] = state.seed
@@ -241,7 +241,7 @@ def keep_config(out: Path, config: Mapping[str, Any], state: TrainState) -> str:
 
 
 def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Old and new value of each dotted key that differs; null where a key is not there."""
+    """Return old and new value of each dotted key that differs; null where it is absent."""
     old, new = dict(flat(before)), dict(flat(after))
     return {key: [old.get(key), new.get(key)] for key in old | new if old.get(key) != new.get(key)}
 

@@ -1,4 +1,4 @@
-"""Stopping cleanly: signals, a time budget and other reasons as one decision of all ranks.
+"""Clean stops: signals, time budgets and other reasons as one decision of all ranks.
 
 A run must not be stopped by one rank alone: the others would wait for it in the next collective.
 So a signal only sets a flag, the flag becomes a vote inside the step's one collective, and every
@@ -27,26 +27,26 @@ from forgekit.run.rendezvous import is_lost
 from forgekit.tensors import HostCopy
 
 LAG = 2
-"""Steps between hearing the votes and reading them; the device has finished the older step."""
+"""Steps between receiving votes and reading them; the device has finished the older step."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 LOOK_S = 0.25
-"""Between two looks, after a signal, at whether the main thread waits for data."""
+"""After a signal: interval of checks whether the main thread waits for data."""
 DATA_PACKAGE = "forgekit.data."
 ASK_S = 1.0
-"""Between two questions to ``also``."""
+"""Interval of calls of ``also``."""
 LATE_S = 60.0
-"""Until a question that has no answer is reported."""
+"""Time after which a call of ``also`` that has not returned is reported."""
 
 _log = logging.getLogger("forgekit")
 
 
 class StoppedError(BaseException):
-    """A run was asked to stop where it cannot go on to a step's end; nobody should catch it."""
+    """A run was asked to stop and cannot reach the end of its step; not to be caught."""
 
 
 class StopSignal:
-    """Turn signals, a time budget, a stop file or a reason of yours into a decision of all ranks.
+    """Turn signals, a time budget, a stop file or own reasons into a decision of all ranks.
 
     Handlers are installed at once, so that ``make_step(..., stop=StopSignal())`` is complete;
     ``with`` (or ``close``) puts the previous ones back. Give each rank its own: a signal that
@@ -105,9 +105,9 @@ class StopSignal:
         self._agreed = False
         self._heard: deque[HostCopy] = deque(maxlen=LAG + 1)
         self._patience_s = patience_s
-        self._signalled: float | None = None  # when the first signal came
-        self._waiting: float | None = None  # since when each look has found a wait for data
-        if signals is None:  # Python allows handlers in the main thread alone
+        self._signalled: float | None = None  # time of the first signal
+        self._waiting: float | None = None  # since when every check has found a wait for data
+        if signals is None:  # Python allows handlers in the main thread only
             is_main = threading.current_thread() is threading.main_thread()
             signals = STOP_SIGNALS if is_main else ()
         self._previous: dict[int, Any] = {
@@ -116,9 +116,9 @@ class StopSignal:
             if not is_ignored(number)
         }
         self._closed, self._has_warned = threading.Event(), False
-        self._asked = math.inf  # since when there is a question without an answer
+        self._asked = math.inf  # since when a call of `also` has not returned
         if also is not None:
-            # A daemon: an answer that never comes must not keep the process.
+            # A daemon: a call that never returns must not keep the process alive.
             threading.Thread(target=self._ask, args=(also,), daemon=True).start()
 
     def __enter__(self) -> Self:
@@ -131,7 +131,7 @@ class StopSignal:
             raise StoppedError(f"{self._reason}, and another rank has given up") from error
 
     def close(self) -> None:
-        """Put back the handlers that were there before, where ours are still in place."""
+        """Restore the previous signal handlers, where ours are still installed."""
         self._closed.set()
         if signal.SIGALRM in self._previous:
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -140,15 +140,15 @@ class StopSignal:
         self._previous = {}
 
     def request(self, reason: str) -> None:
-        """Make this process vote for a stop from the next step on; the first reason is kept."""
+        """Vote for a stop from the next step on; the first reason is kept."""
         self._reason = self._reason or reason
 
     def vote(self) -> float:
-        """Return 1.0 if this process wants to stop, else 0.0; called before the reduction.
+        """Return this process's vote, 1.0 to stop, else 0.0; called before the reduction.
 
         Looks at the clock, the stop file and the parent process only while there is no reason yet.
         """
-        if signal.SIGALRM in self._previous:  # data come, so they may take their time again
+        if signal.SIGALRM in self._previous:  # a step has its data, so patience begins anew
             self._set_alarm()
         if self._reason is None:
             self._reason = self._look()
@@ -164,7 +164,7 @@ class StopSignal:
 
     @property
     def requested(self) -> bool:
-        """Whether all ranks stop here: the votes of two steps ago, so that nothing waits.
+        """Whether all ranks stop here, by the votes of two steps ago, so that the host never waits.
 
         Read it between steps, at the same step on every rank. Once True, it stays True.
         """
@@ -173,17 +173,17 @@ class StopSignal:
         return self._agreed
 
     def state_dict(self) -> dict[str, Any]:
-        """What was heard so far: a replica group that joins takes it over, and stops as others."""
+        """Return the received votes, for a joining replica group."""
         return {"agreed": self._agreed, "heard": [each.read() for each in self._heard]}
 
     def load_state_dict(self, heard: Mapping[str, Any]) -> None:
-        """Go on from what another group has heard; what this process wants itself stays."""
+        """Load the votes that another group received; this process's own vote stays."""
         self._agreed = heard["agreed"]
         self._heard = deque(map(HostCopy, heard["heard"]), maxlen=LAG + 1)
 
     @property
     def reason(self) -> str | None:
-        """Why this process voted for a stop, "another rank" if only others did, else None."""
+        """Reason of this process's vote; "another rank" if only others voted, else None."""
         if self._reason is None and self._agreed:
             return "another rank"
         return self._reason
@@ -200,14 +200,14 @@ class StopSignal:
         return None
 
     def _ask(self, also: Callable[[], object]) -> None:
-        """Ask until there is a reason; the body of a thread."""
+        """Call ``also`` until it returns a reason; the body of a thread."""
         name = getattr(also, "__name__", "also")
         while self._reason is None and not self._closed.is_set():
             self._asked = time.monotonic()
             try:
-                if answer := also():  # an array, for one, is neither true nor false
+                if answer := also():  # the truth value of an array raises, for one
                     self.request(answer if isinstance(answer, str) else name)
-            except BaseException as error:  # a SystemExit would end the thread in silence
+            except BaseException as error:  # a SystemExit would end the thread silently
                 self._warn(f"raised {type(error).__name__}: {error}")
             self._asked = math.inf
             self._closed.wait(ASK_S)
@@ -225,18 +225,18 @@ class StopSignal:
         self.request(signal.Signals(number).name)
         if self._signalled is None:
             self._signalled = time.monotonic()
-            # Only a signal handler can interrupt the main thread while it waits for data.
+            # Only a signal handler can interrupt the main thread's wait for data.
             self._previous[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._look_at_data)
             self._set_alarm()
-            atexit.register(self.close)  # after that Python lets an alarm end the process
+            atexit.register(self.close)  # then Python lets an alarm end the process
 
     def _set_alarm(self) -> None:
-        """Look at what the main thread does, now and then."""
+        """Schedule the next check of the main thread."""
         self._waiting = None
         signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
 
     def _look_at_data(self, _number: int, frame: FrameType | None) -> None:
-        """Raise if each look since patience began has found the main thread waiting for data."""
+        """Raise if the main thread has waited for data at every check since patience began."""
         while frame is not None:
             if frame.f_globals.get("__name__", "").startswith(DATA_PACKAGE):
                 self._waiting = self._waiting or time.monotonic()
@@ -245,16 +245,16 @@ class StopSignal:
                 self.close()
                 raise StoppedError(f"{self._reason} while waiting for data")
             frame = frame.f_back
-        self._waiting = None  # a long step reads now and then, and goes on
+        self._waiting = None  # a long step may read in between
 
 
 def is_ignored(number: signal.Signals) -> bool:
-    """Whether a signal was switched off from outside: nohup lets a run outlive its terminal."""
+    """Whether a signal was ignored from outside, as nohup does."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
 
 
 def put_back(previous: Mapping[Any, Any], ours: Callable[..., None]) -> None:
-    """Install former signal handlers where ours are still in place."""
+    """Restore former signal handlers where ours are still installed."""
     for number, handler in previous.items():
         if signal.getsignal(number) == ours:
             signal.signal(number, handler or signal.SIG_DFL)

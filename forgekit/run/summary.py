@@ -1,4 +1,4 @@
-"""Start-up summary: layout, size, memory and optimizers of what is about to be trained."""
+"""Start-up summary of a run: layout, size, memory and optimizers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from forgekit.tensors import local
 
 MIB = 2**20
 SHOWN = 3
-"""Names of parameters in a line; those of layers that differ in a number alone count once."""
+"""Maximum number of parameter names in a line; names that differ in a number count once."""
 
 
 def start_summary(
     state: TrainState, flops: Flops, dataset: Any, config: Mapping[str, Any]
 ) -> list[str]:
-    """Describe a run: layout, size, memory, tokens per step, and what each optimizer takes.
+    """Describe a run: layout, size, memory, tokens per step, and each optimizer's parameters.
 
     Args:
         state: The state to start from.
@@ -67,7 +67,7 @@ def _parameters(state: TrainState, flops: Flops) -> str:
 
 
 def _memory(state: TrainState) -> str:
-    """What is certain before the first step; ``forgekit plan`` estimates the rest."""
+    """Describe the memory that is certain before the first step."""
     parameters = [local(p) for p in state.model.parameters()]
     gradients = [local(p) for p in state.model.parameters() if p.requires_grad]
     held, due = (sum(p.nbytes for p in some) / MIB for some in (parameters, gradients))

@@ -1,4 +1,4 @@
-"""A thread of each rank that says where its main thread is when no step ends.
+"""A thread on each rank that reports where its main thread is when no step ends.
 
 It writes into the store, where the ranks that wait for this one read it, even if the main thread
 never runs Python code again.
@@ -24,11 +24,11 @@ from forgekit.environment import PACKAGE, RECIPES
 from forgekit.run.rendezvous import HangError, RankStore, is_lost
 
 POLL_S = 1.0
-"""Between two looks at the clock."""
+"""Interval of checks."""
 GRACE_S = 2.5
-"""Until ranks that fail at the same time have written why."""
+"""How long to wait for ranks that fail at the same time to write why."""
 STUCK = 0.75
-"""Of the time-out without a step, then a rank says where it is: before the collectives give up."""
+"""Fraction of the time-out after which a rank without a step reports where it is."""
 
 _LIBRARIES = (PACKAGE, str(Path(torch.__file__).parent), str(Path(os.__file__).parent), "<")
 
@@ -46,36 +46,36 @@ class Watchdog:
 
     def __init__(self, folder: Path, ranks: RankStore, timeout_s: float) -> None:
         self._folder = folder
-        # A connection of its own: waiting on the other one blocks whoever shares it.
+        # A connection of its own: a wait on a shared one blocks all its users.
         self._ranks = attrs.evolve(ranks, store=ranks.store.clone())
         self._main = threading.get_ident()
         self._where = "before the first step"
         self._timeout_s, self._since = timeout_s, time.monotonic()
-        self._stacks = 0.0  # since when the stacks are there that were written
+        self._stacks = 0.0  # since when the written stacks are valid
         self._over = threading.Event()
         self._ranks.write("has written nothing: it is gone, or was not late")
         self._thread = threading.Thread(target=self._run, name="forgekit health", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self._over.set()
         self._thread.join(timeout=GRACE_S)
 
     def beat(self, step: int, timeout_s: float) -> None:
-        """Record that the main thread has ended a step."""
+        """Record the end of a step."""
         self._where, self._timeout_s = f"after step {step}", timeout_s
         self._since = time.monotonic()
 
     def end(self, error: BaseException | None) -> None:
-        """Tell the others why this rank ends; where a collective failed, say where all ranks are.
+        """Report why this rank ends; after a failed collective, report where all ranks are.
 
         Raises:
             HangError: In place of the error of a collective.
         """
         self.stop()
         if error is None:
-            with suppress(RuntimeError):  # the store may be gone already
+            with suppress(RuntimeError):  # the store may be gone
                 self._ranks.write(f"left the loop {self._where}")
             return
         self._write(textwrap.shorten(f"failed: {type(error).__name__}: {error}", 200))
@@ -83,7 +83,7 @@ class Watchdog:
             time.sleep(GRACE_S)
             try:
                 lines = self._ranks.describe(self._ranks.members)
-            except RuntimeError:  # the store went with the process that held it
+            except RuntimeError:  # the store ended with its process
                 return
             raise HangError(
                 f"the ranks lost each other {self._where}: {lines}. Stacks of each rank are in "
@@ -99,9 +99,9 @@ class Watchdog:
                 _log.warning("rank %d is at %s, %s", self._ranks.rank, line, self._where)
 
     def _write(self, line: str) -> None:
-        """Write a line, and the stacks since the last step, once; never raise."""
+        """Write a line and, once per step, the stacks; never raises."""
         try:
-            if self._stacks != self._since:  # after an error they say less than before it
+            if self._stacks != self._since:  # stacks from before the error say more
                 self._stacks = self._since
                 self._folder.mkdir(parents=True, exist_ok=True)
                 with (self._folder / f"rank_{self._ranks.rank}.txt").open("w") as file:
@@ -112,7 +112,7 @@ class Watchdog:
 
 
 def _line(frame: FrameType | None) -> str:
-    """The innermost line of the user's code, a recipe's too, else the innermost."""
+    """Return the innermost line of user code (recipes included), else the innermost line."""
     at = frame
     while at is not None and _is_library(at.f_code.co_filename):
         at = at.f_back
