@@ -1,1 +1,1 @@
-"""Rollouts: sampled answers with rewards, as batches, losses, streams and published weights."""
+"""Rollouts: batches of sampled answers with rewards, their losses, streams, published weights."""

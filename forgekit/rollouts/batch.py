@@ -16,13 +16,13 @@ from forgekit.data.batch import IGNORED
 from forgekit.data.packing import pack
 
 ULPS = 8
-"""Rewards of a group that differ by no more roundings of the largest are equal, as sums may be."""
+"""Rewards of a group count as equal within so many units in the last place of the largest."""
 
 
 def group_advantages(
     rewards: Tensor | Sequence[float], groups: Sequence[Hashable], *, scale: str | None = "std"
 ) -> Tensor:
-    """How much better each answer is than the mean of its group.
+    """Compute advantages: each reward minus the mean of its group.
 
     Args:
         rewards: ``[n]``, on any device.
@@ -66,14 +66,14 @@ def group_advantages(
         return each.scatter_reduce(0, at, of, reduce, include_self=False)[at]
 
     smallest = of_groups("amin", values)
-    apart = values - smallest  # first: a mean of large parts would round small differences off
-    spread, apart = of_groups("amax", apart), apart - of_groups("mean", apart)
-    share = apart / spread  # whose squares neither vanish nor overflow
+    centred = values - smallest  # first: a mean of large values would round small differences off
+    spread, centred = of_groups("amax", centred), centred - of_groups("mean", centred)
+    share = centred / spread  # squares neither underflow nor overflow
     dtype = getattr(rewards, "dtype", None) or getattr(next(iter(rewards), None), "dtype", None)
     is_coarse = dtype is not None and "float" in str(dtype) and dtype.itemsize < 8
     rounding = ULPS * torch.finfo(torch.float32 if is_coarse else torch.float64).eps
     is_equal = spread <= rounding * of_groups("amax", values.abs())
-    scaled = share / of_groups("mean", share.square()).sqrt() if scale == "std" else apart
+    scaled = share / of_groups("mean", share.square()).sqrt() if scale == "std" else centred
     return torch.where(is_equal, 0.0, scaled)
 
 
@@ -90,7 +90,7 @@ def rollout_batch(
     pad_to: int | None = None,
     rows: int | None = None,
 ) -> TensorDict:
-    """Pack prompts and what was sampled after them into rows.
+    """Pack prompts and their sampled answers into rows.
 
     Ids are trained as they were sampled; no text is tokenized again. The prompt, and what
     ``trained`` leaves out, such as the output of a tool, is read and not trained on.
@@ -177,7 +177,7 @@ def join_rollouts(
     rows: int | None = None,
     scale: str | None = "std",
 ) -> TensorDict:
-    """Build a micro-batch from messages of generators; a stream's ``to_batch`` by default.
+    """Build a micro-batch from generators' messages; the default ``to_batch`` of a stream.
 
     Args:
         messages: Of each one or more answers, with ``prompts``, ``ids`` (whole texts),
@@ -222,7 +222,7 @@ _RULES = MappingProxyType(
 )
 _OF_ANSWERS = ("log_probs", "rewards", "groups", "versions", "trained", "advantages")
 FILLED = MappingProxyType({"labels": IGNORED, "doc_ids": -1})
-"""What stands on padding, where it is not 0."""
+"""Padding values other than 0."""
 
 
 def _padding(rows: int, width: int) -> TensorDict:
@@ -269,7 +269,7 @@ def _text(
     versions: Any,
     trained: Any,
 ) -> dict[str, Tensor]:
-    """The columns of one text, one position less than it has tokens, and at least one."""
+    """Return the columns of one text; positions are tokens minus one, at least one."""
     prompt, ids = torch.as_tensor(prompt).cpu(), torch.as_tensor(ids).cpu()
     if ids.ndim != 1 or not ((ids.long() == ids) & (ids >= 0)).all():
         problem = f"answer {number}: ids are {brief(ids.tolist())}"
@@ -280,7 +280,7 @@ def _text(
             f"answer {number} has {len(ids)} ids that do not begin with its prompt of "
             f"{len(prompt)}; pass whole texts with the ids that were sampled, never encoded again."
         )
-    first, size = len(prompt) - 1, max(len(ids) - 1, 1)  # which predicts the first new token
+    first, size = len(prompt) - 1, max(len(ids) - 1, 1)  # it predicts the first new token
     is_new = is_trained = torch.ones(new, dtype=torch.bool)
     if trained is not None:
         is_trained = _of_tokens(f"answer {number}: trained", trained, torch.bool, is_new)

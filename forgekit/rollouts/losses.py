@@ -1,4 +1,4 @@
-"""Policy-gradient losses of sampled tokens, as sums with the counts that divide them.
+"""Policy-gradient losses of sampled tokens, as sums with their normalizing counts.
 
 Each loss is a sum over trained tokens, of which a batch says by ``labels`` which they are, and one
 count, which a step adds up over all its micro-batches and ranks before it divides. So the divisor
@@ -58,12 +58,12 @@ from forgekit.tensors import wide
 Clip = float | tuple[float, float]
 
 LARGEST = 20.0
-"""Of a log-ratio: beyond it the gradient ends."""
+"""Clamp of log-ratios; beyond it the gradient is 0."""
 
 
 @attrs.frozen
 class KL:
-    """A penalty for moving away from a reference, added to a token's loss.
+    """A KL penalty towards a reference, added to each token's loss.
 
     With ``d = log p - log p_reference`` of the sampled token: ``k1`` is ``d``, ``k2`` is
     ``d**2 / 2`` and ``k3`` is ``exp(-d) - 1 + d``. As values ``k1`` and ``k3`` estimate the reverse
@@ -84,7 +84,7 @@ class KL:
     ratio: bool = False
 
     def __call__(self, log_probs: Tensor, reference: Tensor, ratio: Tensor) -> Tensor:
-        """The estimate at each position, without the weight."""
+        """Estimate the KL at each position, without the weight."""
         moved = log_probs - reference
         estimate = moved
         if self.kind == "k2":
@@ -96,7 +96,7 @@ class KL:
 
 @attrs.frozen
 class ImportanceCorrection:
-    """What a sampler's own numbers are worth where the trainer finds others with the same weights.
+    """Importance weights for samplers whose log-probabilities differ from the trainer's.
 
     A batch then holds ``old_log_probs``, which the trainer found before its update. Ratios are
     taken to these, and each token is weighted by ``p_old / p_sampler``, without a gradient.
@@ -113,7 +113,7 @@ class ImportanceCorrection:
     )
 
     def __call__(self, old: Tensor, sampled: Tensor) -> Tensor:
-        """Weights of positions."""
+        """Compute the weight of each position."""
         weight = (old - sampled).exp()
         if self.kind == "mask":
             return torch.where(weight <= self.most, weight, 0.0)
@@ -128,7 +128,7 @@ def grpo_loss(
     kl: KL | None = None,
     correction: ImportanceCorrection | None = None,
 ) -> Loss:
-    """Group relative policy optimization: the mean over sequences of the mean over their tokens.
+    """Group relative policy optimization (GRPO): mean over sequences of their mean over tokens.
 
     A token of a short sequence weighs more than one of a long sequence.
 
@@ -163,7 +163,7 @@ def dr_grpo_loss(
     kl: KL | None = None,
     correction: ImportanceCorrection | None = None,
 ) -> Loss:
-    """GRPO without its bias by length: the mean over sequences of sums over one constant length.
+    """GRPO without length bias: mean over sequences of token sums divided by one constant length.
 
     Take advantages that are not divided by a deviation (``rollout_batch(..., scale=None)``).
 
@@ -194,7 +194,7 @@ def dapo_loss(
     kl: KL | None = None,
     correction: ImportanceCorrection | None = None,
 ) -> Loss:
-    """The mean over tokens of the global batch, with more room above 1 than below.
+    """DAPO: mean over tokens of the global batch, with a higher upper than lower clip.
 
     Args:
         log_probs: As for ``grpo_loss``.
@@ -217,7 +217,7 @@ def ppo_loss(
     kl: KL | None = None,
     correction: ImportanceCorrection | None = None,
 ) -> Loss:
-    """Proximal policy optimization's clipped objective, the mean over tokens.
+    """Proximal policy optimization (PPO): the clipped objective, mean over tokens.
 
     Without bias at a ratio of 1 for any ``advantages`` of tokens that do not depend on the token
     and what follows but through its return, as generalized advantage estimation gives them.
@@ -243,7 +243,7 @@ def gspo_loss(
     kl: KL | None = None,
     correction: ImportanceCorrection | None = None,
 ) -> Loss:
-    """Group sequence policy optimization: one ratio for a sequence, the mean over sequences.
+    """Group sequence policy optimization (GSPO): one ratio per sequence, mean over sequences.
 
     The ratio is ``exp`` of the mean of its tokens' log-ratios: the geometric mean, which is no
     importance weight of the sequence, so off policy the gradient is biased. It needs whole
@@ -271,7 +271,7 @@ def cispo_loss(
     kl: KL | None = None,
     correction: ImportanceCorrection | None = None,
 ) -> Loss:
-    """The policy gradient, weighted by a ratio that is cut off and not differentiated.
+    """CISPO: the policy gradient, weighted by a clipped, detached ratio.
 
     No token loses its gradient; where a ratio exceeds ``most`` it is biased towards the sampler.
 
@@ -290,7 +290,7 @@ def cispo_loss(
 
 @attrs.frozen
 class _Terms:
-    """The losses of positions, ``[b s]``, 0 where nothing is trained, and the metrics of each."""
+    """Losses of positions, ``[b s]``, 0 where nothing is trained, and metrics of positions."""
 
     losses: Tensor
     is_trained: Tensor
@@ -303,7 +303,7 @@ class _Terms:
         return self._loss(self.losses, self.is_trained.sum())
 
     def over_sequences(self, weights: Tensor) -> Loss:
-        """Weight tokens, ``[b s]``, and count sequences, each of them as a sum over its tokens."""
+        """Sum tokens with a weight, ``[b s]``, and count sequences as a sum over tokens."""
         sequences = torch.where(self.is_trained, 1 / self.lengths, 0.0).sum()
         return self._loss(torch.where(self.is_trained, self.losses * weights, 0.0), sequences)
 
@@ -331,7 +331,7 @@ def _terms(
     is_trained = batch["labels"] != IGNORED
 
     def masked(values: Tensor) -> Tensor:
-        # `where` first, not a product at the end: what stands at masked positions may be NaN.
+        # `where`, not a product at the end: values at masked positions may be NaN.
         return torch.where(is_trained, values, 0.0).to(wide(log_probs.dtype))
 
     new, sampled, advantages = map(masked, (log_probs, batch["log_probs"], batch["advantages"]))
@@ -340,7 +340,7 @@ def _terms(
     log_ratio = new - old
     if documents is not None:
         log_ratio = _sequence_means(log_ratio, documents, lengths)
-    # Beyond it the exponential overflows, and a gradient of 0 times infinity is NaN.
+    # Beyond it exp overflows, and the gradient 0 * inf is NaN.
     ratio = log_ratio.clamp(-LARGEST, LARGEST).exp()
     low, high = clip if isinstance(clip, tuple) else (clip, clip)
     near = ratio.clamp(1 - low, 1 + high)
@@ -351,8 +351,8 @@ def _terms(
         is_clipped = near * advantages < ratio * advantages
     if correction is not None:
         losses = losses * correction(old, sampled)
-    apart = new.detach() - sampled
-    metrics = {"ratio": ratio, "clipped": is_clipped, "mismatch_kl": apart.exp() - 1 - apart}
+    mismatch = new.detach() - sampled
+    metrics = {"ratio": ratio, "clipped": is_clipped, "mismatch_kl": mismatch.exp() - 1 - mismatch}
     if "staleness" in batch:
         metrics["staleness"] = batch["staleness"]
     if kl is not None:
@@ -360,13 +360,13 @@ def _terms(
         losses, metrics["kl"] = losses + kl.weight * penalty, penalty
     metrics = {n: torch.where(is_trained, v.detach(), 0) for n, v in metrics.items()}
     losses, rewards = torch.where(is_trained, losses, 0.0), batch.get("rewards", None)
-    # Without its document ids a row is padding, as of a rank that has no more rollouts.
+    # Rows without document ids are padding of a rank without further rollouts.
     is_empty = batch["empty"] & (batch["doc_ids"] >= 0) if "empty" in batch else None
     return _Terms(losses, is_trained, lengths, metrics, rewards, is_empty)
 
 
 def _sequence_means(log_ratio: Tensor, documents: Tensor, lengths: Tensor) -> Tensor:
-    """The mean of each position's sequence, ``[b s]``."""
+    """Compute the mean of each position's sequence, ``[b s]``."""
     at = documents.long().clamp(min=0)  # padding adds 0 to the first
     sums = torch.zeros_like(log_ratio, dtype=torch.float64).scatter_add(1, at, log_ratio.double())
     return (sums.gather(1, at) / lengths).to(log_ratio.dtype)

@@ -1,4 +1,4 @@
-"""What one rank reads for those that share its data: sent at once, received when it is due.
+"""Messages from the rank that reads a stream to the ranks that train on the same rows.
 
 Stages of a pipeline ask for a micro-batch at different times, and a stage that waits for the next
 one there waits for no other: so the reader never waits for whom it sends to.
@@ -38,7 +38,7 @@ class Sharing:
             names = mesh.mesh_dim_names or ()
             of_data = [dim for dim, name in enumerate(names) if name in DATA_DIMENSIONS]
             rows = mesh.mesh.movedim(of_data, [*range(len(of_data))]).reshape(world, -1)
-            # Not a group that steps use: what is sent here is received in no order with theirs.
+            # A group of its own: these messages have no fixed order among a step's collectives.
             self._group = group_of("rollouts", rows.tolist(), alone=True)
             token = [uuid.uuid4().hex]
             dist.broadcast_object_list(token, group=self._group, group_src=0)
@@ -48,11 +48,11 @@ class Sharing:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank reads for all."""
+        """Whether this rank reads for the group."""
         return self._group is None or dist.get_rank(self._group) == 0
 
     def ask_to_stop(self) -> None:
-        """Tell the first rank that another one was asked to stop."""
+        """Notify the first rank that this one was asked to stop."""
         if self._store is not None:
             self._store.set("stop", "")
 
@@ -61,7 +61,7 @@ class Sharing:
         return self._store is not None and self._store.check(["stop"])
 
     def send(self, value: Any) -> None:
-        """Send a value from the first rank to the others, and wait for none of them."""
+        """Send a value from the first rank to the others, without waiting."""
         if self._group is None:
             return
         buffer = io.BytesIO()
@@ -73,7 +73,7 @@ class Sharing:
             self._sent.popleft()
 
     def receive(self, look: Callable[[], None]) -> Any:
-        """Wait for what the first rank sends next, and call ``look`` every second."""
+        """Wait for the first rank's next value, and call ``look`` every second."""
         size, looked = torch.zeros(1, dtype=torch.int64), time.monotonic()
         work = self._broadcast(size)
         while not work.is_completed():
@@ -81,7 +81,7 @@ class Sharing:
                 look()
                 looked = time.monotonic()
             time.sleep(POLL_S)
-        work.wait()  # raises what has failed
+        work.wait()  # raises if the receive failed
         content = torch.empty(int(size), dtype=torch.uint8)
         self._broadcast(content).wait()
         return torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=False)

@@ -1,4 +1,4 @@
-"""Where rollouts come from: an iterator of this process, a queue of others, or a Redis stream.
+"""Sources of rollouts: an iterator, a queue of other processes, or a Redis stream.
 
 A source hands out one message at a time, keeps it until it is acknowledged where it can, and says
 when no more will come. What a message holds is up to the function that builds batches of them.
@@ -21,16 +21,16 @@ from typing import Any, Protocol, cast
 import attrs
 
 LOOK_S = 1.0
-"""Most seconds that a wait lasts before the stop request is looked at."""
+"""Maximum seconds of a wait before stop requests are checked."""
 MARK_S = 7 * 24 * 3600
-"""Seconds for which Redis knows the keys of messages, so that none is put twice."""
+"""Seconds for which Redis remembers message keys, so that none is put twice."""
 
 log = logging.getLogger("forgekit")
 
 
 @attrs.define(eq=False)
 class Message:
-    """What a generator sent.
+    """A message of a generator.
 
     Attributes:
         id: Its name in the source.
@@ -44,26 +44,26 @@ class Message:
 
 
 class Source(Protocol):
-    """What a stream asks of a source; one thread calls ``read``."""
+    """The interface that a stream needs from a source; one thread calls ``read``."""
 
     has_ended: bool
-    """Whether no message will come any more; may become True when ``read`` returns None."""
+    """Whether the source has ended; may become True when ``read`` returns None."""
 
     def read(self, timeout_s: float) -> Message | None:
-        """The next message; None if none comes in so many seconds."""
+        """Return the next message; None if none comes within the time-out."""
         ...
 
     def acknowledge(self, ids: Sequence[str]) -> None:
-        """Forget messages that are trained."""
+        """Forget trained messages."""
         ...
 
     def set_aside(self, message: Message, problem: str) -> None:
-        """Keep a message that cannot be trained apart from the others."""
+        """Store a message that cannot be trained separately."""
         ...
 
 
 def as_source(source: Any) -> Source:
-    """Wrap an iterable, a function of nothing that returns None at its end, or a queue.
+    """Wrap an iterable, a queue, or a function without arguments that returns None at its end.
 
     Raises:
         TypeError: If it is nothing of these.
@@ -84,7 +84,7 @@ def as_source(source: Any) -> Source:
 
 
 class IteratorSource:
-    """Messages of an iterator in this process, each made when it is asked for."""
+    """Messages of an iterator in this process, each made on request."""
 
     def __init__(self, messages: Iterable[Any]) -> None:
         self.has_ended = False
@@ -95,21 +95,21 @@ class IteratorSource:
         return "an iterator"
 
     def read(self, timeout_s: float) -> Message | None:  # noqa: ARG002
-        """Let the iterator make the next message; it takes what time it takes."""
+        """Return the iterator's next message; ignores the time-out."""
         for content in self._contents:
             return Message(next(self._ids), content)
         self.has_ended = True
         return None
 
     def acknowledge(self, ids: Sequence[str]) -> None:
-        """Nothing to do: who made them has forgotten them."""
+        """Nothing to do: an iterator keeps no messages."""
 
     def set_aside(self, message: Message, problem: str) -> None:
-        """Nothing to do: the stream names it."""
+        """Nothing to do: the stream reports it."""
 
 
 class QueueSource(IteratorSource):
-    """Messages of a queue that other processes or threads fill; None in it ends the stream.
+    """Messages of a queue that other processes or threads fill; None ends the stream.
 
     A queue lives in memory: what was taken from it dies with this process. Give it a ``maxsize``,
     so that generators wait for the trainer.
@@ -162,17 +162,17 @@ class RedisSource:
         self._exceptions = exceptions
         self._away = (exceptions.ConnectionError, exceptions.TimeoutError, OSError)
         self._held: set[str] = set()
-        self._looked_back: str | None = "0"  # through its own up to this one; None: through all
+        self._looked_back: str | None = "0"  # pending messages are read up to this id; None: all
 
     def __repr__(self) -> str:
         return f"the Redis stream {self.name!r} (consumer {self.consumer!r})"
 
     def read(self, timeout_s: float) -> Message | None:
-        """Wait for a message: first those that were given to this consumer before."""
+        """Wait for a message; earlier ones of this consumer come first."""
         try:
             message = self._look_back() or self._new(timeout_s)
             if message is None:
-                # The reply that held a message may have been lost on its way: look back again.
+                # The reply with a message may have been lost: read pending ones again.
                 self._looked_back = "0"
                 if self._redis.exists(f"{self.name}:ended"):
                     message = self._look_back() or self._new(0)
@@ -185,7 +185,7 @@ class RedisSource:
         return message
 
     def acknowledge(self, ids: Sequence[str]) -> None:
-        """Delete messages that are trained.
+        """Delete trained messages.
 
         Raises:
             ConnectionError: If Redis is away; it may be tried again.
@@ -202,11 +202,11 @@ class RedisSource:
             try:
                 self._delete(pipe, [message.id])
             except ConnectionError:
-                self._held.discard(message.id)  # so it is read again
+                self._held.discard(message.id)  # to be read again
                 raise
 
     def put(self, content: Any, key: str | None = None, timeout_s: float = 600.0) -> bool:
-        """Send a message, for generators.
+        """Send a message; called by generators.
 
         Args:
             content: Numbers, texts, lists and dicts of them, and tensors, which become lists.
@@ -261,24 +261,24 @@ class RedisSource:
             time.sleep(LOOK_S / 50)
 
     def end(self) -> None:
-        """Say that no message follows those that were put."""
+        """Mark the end of the stream."""
         self._redis.set(f"{self.name}:ended", 1)
 
     def _waiting(self) -> int | None:
-        """Messages that no trainer has taken; None while Redis is away."""
+        """Count messages that no trainer has taken; None while Redis is unreachable."""
         try:
             try:
                 taken = self._redis.xpending(self.name, self.GROUP)["pending"]
-            except self._exceptions.ResponseError:  # no trainer has come yet
+            except self._exceptions.ResponseError:  # no trainer has connected yet
                 taken = 0
             return self._redis.xlen(self.name) - taken
         except self._away:
             return None
 
     def _look_back(self) -> Message | None:
-        """The next message of this consumer that is neither held here nor acknowledged."""
+        """Return this consumer's next message that is neither held here nor acknowledged."""
         while self._looked_back is not None:
-            held = {*self._held}  # before the reply: another thread may acknowledge some behind it
+            held = {*self._held}  # before the request: another thread may acknowledge some
             entries = self._entries(self._looked_back, count=64)
             self._looked_back = None
             for id_, fields in entries:
@@ -298,7 +298,7 @@ class RedisSource:
         arguments = self.GROUP, self.consumer, {self.name: after}
         try:
             streams = self._redis.xreadgroup(*arguments, **options)
-        except self._exceptions.ResponseError:  # there is no group yet
+        except self._exceptions.ResponseError:  # the group does not exist yet
             with contextlib.suppress(self._exceptions.ResponseError):  # another rank was faster
                 self._redis.xgroup_create(self.name, self.GROUP, id="0", mkstream=True)
             streams = self._redis.xreadgroup(*arguments, **options)
@@ -312,7 +312,7 @@ class RedisSource:
         try:
             content = json.loads(text)
         except ValueError:
-            content = text  # no batch can be made of it, so it is set aside
+            content = text  # cannot be a batch, so it is set aside
         return Message(id_, content)
 
     def _delete(self, pipe: Any, ids: Sequence[str]) -> None:
@@ -326,7 +326,7 @@ class RedisSource:
 
 
 class Prefetched:
-    """A source that a thread reads ahead, at most so many messages.
+    """A source read ahead by a thread, up to a number of messages.
 
     What was read and not handed out when the process dies was not acknowledged.
     """
@@ -343,7 +343,7 @@ class Prefetched:
         return repr(self._source)
 
     def read(self, timeout_s: float) -> Message | None:
-        """Wait for what the thread has read, or for what it raised."""
+        """Wait for the thread's next message, or its exception."""
         if self._thread is None and not self.has_ended:
             self._thread = threading.Thread(target=self._run, daemon=True)
             atexit.register(self._end)
@@ -355,7 +355,7 @@ class Prefetched:
         self._room.release()
         self.has_ended = message is None
         if isinstance(message, BaseException):
-            self._thread = None  # it has ended; who reads again asks again
+            self._thread = None  # ended; the next read starts anew
             raise message
         return message
 
@@ -368,11 +368,11 @@ class Prefetched:
         self._source.set_aside(message, problem)
 
     def close(self) -> None:
-        """End the thread after what it is reading."""
+        """End the thread after its current read."""
         self._is_closed.set()
 
     def _end(self) -> None:
-        """Wait for it at exit: in the middle of C++, as of torch, its end would be an abort."""
+        """Join the thread at exit: ending it inside C++, such as torch's, would abort."""
         self.close()
         if self._thread is not None:
             self._thread.join(5 * LOOK_S)
@@ -390,7 +390,7 @@ class Prefetched:
             except BaseException as error:
                 message = error
             if not isinstance(message, Message):
-                atexit.unregister(self._end)  # before who reads can start another thread
+                atexit.unregister(self._end)  # before a reader can start another thread
                 self._ready.put(message)
                 return
             self._ready.put(message)

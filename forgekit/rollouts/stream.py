@@ -44,21 +44,21 @@ from forgekit.state import TrainState
 from forgekit.tensors import HostCopy
 
 FAILED = 2.0**20
-"""The vote of a rank whose source failed: more than the votes of all that have ended."""
+"""Vote of a rank whose source failed: larger than all votes for an end together."""
 KEPT = 16
-"""Messages set aside that a stream keeps; sources with a memory keep all."""
+"""Number of set-aside messages that a stream keeps; persistent sources keep all."""
 
 log = logging.getLogger("forgekit")
 
 _Outcome = tuple[TensorDict | None, str | None, bool]
-"""A micro-batch; or why none comes: a problem, a stop that was asked for, or neither, its end."""
+"""A micro-batch, or why there is none: a problem, a stop request, or (neither) the end."""
 
 
 class Stop(Protocol):
-    """What a stream asks of a ``StopSignal``."""
+    """The interface that a stream needs from a ``StopSignal``."""
 
     def vote(self) -> float:
-        """1.0 if this process wants to stop, else 0.0."""
+        """Return 1.0 if this process wants to stop, else 0.0."""
         ...
 
 
@@ -141,10 +141,10 @@ class RolloutStream:
         self.rank, self.world = data_ranks(mesh)
         self.samples = start
         self.version: int | None = None
-        self.wait_seconds = self._came = 0.0  # the latter: when the last message was taken
+        self.wait_seconds = self._came = 0.0  # the latter: time of the last message
         self.set_aside: deque[tuple[Any, str]] = deque(maxlen=KEPT)
         self._sharing = Sharing(mesh if shared else None)
-        self._round = 0  # of what is shared; what was sent before another one began is void
+        self._round = 0  # round of sharing; messages of earlier rounds are void
         self._source = as_source(source) if self._sharing.is_first else None
         if isinstance(self._source, RedisSource):
             self._source.consumer = f"rank{self.rank}"
@@ -153,14 +153,14 @@ class RolloutStream:
         self._batch_size, self._to_batch = batch_size, to_batch
         self._stop, self._timeout_s, self._attempts = stop, timeout_s, attempts
         self._last: TensorDict | None = None
-        self._built: TensorDict | None = None  # of the last message that was taken
+        self._built: TensorDict | None = None  # of the last message taken
         self._taken: list[Message] = []  # for the next micro-batch
         self._again: deque[Message] = deque()  # given back
-        self._out: dict[int, Message] = {}  # handed out and not acknowledged, by number
-        # Samples of each noted step, and the number of bad ones that end with it.
+        self._out: dict[int, Message] = {}  # handed out but not acknowledged, by number
+        # Of each committed step the samples, and the number of consecutive bad steps up to it.
         self._steps: list[tuple[range, HostCopy]] = []
-        self._noted = start  # samples below it are of steps that were noted
-        self._trained: set[str] = set()  # in the state that was loaded, and not acknowledged yet
+        self._noted = start  # samples below it belong to committed steps
+        self._trained: set[str] = set()  # trained in the loaded state, but not acknowledged yet
         self._is_over = self._is_stopped = self._is_watched = False
         self._is_empty = True  # whether the step has only padding so far
         self._problem: str | None = None
@@ -168,7 +168,7 @@ class RolloutStream:
         self._votes: HostCopy | None = None
 
     def micro_batches(self, global_batch_size: int) -> int:
-        """Count the micro-batches of a step that takes so many messages over all ranks.
+        """Count the micro-batches of a step, given its number of messages over all ranks.
 
         Raises:
             ValueError: If that is not a whole number of at least 1.
@@ -204,7 +204,7 @@ class RolloutStream:
         return self._with_staleness(batch)
 
     def close(self) -> None:
-        """End the thread that reads ahead."""
+        """Stop the read-ahead thread."""
         if isinstance(self._source, Prefetched):
             self._source.close()
 
@@ -215,7 +215,7 @@ class RolloutStream:
         self.close()
 
     def _next(self, began: float) -> TensorDict | None:
-        """Wait for the next micro-batch together with the ranks that share it; None at the end."""
+        """Wait for the next micro-batch, with the ranks that share it; None at the end."""
         if self._sharing.is_first:
             outcome = self._read_batch(began)
             self._sharing.send((self._round, outcome))
@@ -235,7 +235,7 @@ class RolloutStream:
             self._sharing.ask_to_stop()
 
     def _read_batch(self, began: float) -> _Outcome:
-        """Read until there is a micro-batch, or none will come."""
+        """Read until there is a micro-batch, or until the end."""
         while True:
             batch, problem = self._look(began)
             is_over = batch is None and self._source_has_ended()
@@ -245,13 +245,13 @@ class RolloutStream:
                 return None, None, True
 
     def _look(self, began: float) -> tuple[TensorDict | None, str | None]:
-        """Read for up to a second: a micro-batch, or why none will come."""
+        """Read for up to a second; return a micro-batch, or why none will come."""
         looked = time.monotonic()
         try:
             while len(self._taken) < self._batch_size and (message := self._read()):
                 self._take(message)
                 if time.monotonic() - max(looked, self._came) > LOOK_S:
-                    break  # others come and are all set aside
+                    break  # messages come, but all are set aside
             is_due = len(self._taken) == self._batch_size or self._source_has_ended()
             if is_due and len(self._taken) == 1:
                 return self._built, None
@@ -280,7 +280,7 @@ class RolloutStream:
         return self._source is not None and self._source.has_ended and not self._again
 
     def _take(self, message: Message) -> None:
-        """Keep a message for the next micro-batch, or set it aside if none can be made of it."""
+        """Add a message to the next micro-batch, or set it aside if it is not valid."""
         try:
             batch = self._to_batch([message.content])
             newest = int(batch["versions"].max()) if "versions" in batch else 0
@@ -317,7 +317,7 @@ class RolloutStream:
         )
 
     def commit(self, state: TrainState, *, saved: bool = True) -> None:
-        """Note what a step has trained, and acknowledge it once it cannot be lost.
+        """Record the messages that a step has trained; acknowledge them once a save has them.
 
         Call it after each step, on every rank: what a bad step was given is read again. It reads
         one number from the device, at once if ``saved``.
@@ -352,14 +352,14 @@ class RolloutStream:
             self._acknowledge()
 
     def give_back(self) -> None:
-        """Read again what was handed out since the last commit, as after a step that raised."""
+        """Take back messages handed out since the last commit, as after a step that raised."""
         self._again.extend(self._out.pop(n) for n in sorted(self._out) if n >= self._noted)
         self.samples = self._noted
         self._round += 1
         self._reopen()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and which trained messages are not acknowledged, in JSON values.
+        """Return the position and the trained but unacknowledged messages, as JSON values.
 
         Raises:
             RuntimeError: If a step was not committed: it may have changed nothing.
@@ -374,7 +374,7 @@ class RolloutStream:
         return {"samples": self.samples, "reader": [self.rank, self.world], "trained": trained}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after a saved state: acknowledge what it has trained, read the rest again.
+        """Continue from a saved state: acknowledge its trained messages, read the others again.
 
         Raises:
             ValueError: If it is the position of another reader.
@@ -395,7 +395,7 @@ class RolloutStream:
         self._acknowledge()
 
     def _judge(self) -> None:
-        """Give back what steps were given that changed nothing."""
+        """Take back the messages of bad steps, which changed nothing."""
         for numbers, skipped in self._steps:
             if not int(skipped.read()):
                 continue
@@ -409,7 +409,7 @@ class RolloutStream:
         self._steps = []
 
     def _reopen(self) -> None:
-        """Ask the reader again, on all ranks that share it: it may have been given some back."""
+        """Let all ranks that share the reader ask it again: messages may have come back."""
         self._is_over = self._problem is not None or self._is_stopped
 
     def _acknowledge(self) -> None:
@@ -423,12 +423,12 @@ class RolloutStream:
             self._trained, self._out = set(), {}
 
     def watch(self, has_more: Callable[[], bool]) -> None:  # noqa: ARG002
-        """Go on with padding from here on; it is never looked ahead, which would sample early."""
+        """Continue with padding after the end; never reads ahead, which would sample early."""
         self._is_watched, self._heard, self._votes = True, 0, None
 
     def vote(self) -> float:
-        """1.0 if this rank's messages ended before this step; more if its source has failed."""
-        # Before it: a step that had some may turn out to be a bad one and give them back.
+        """Return 1.0 if this rank's messages ended before this step; more if its source failed."""
+        # Before the step: one with messages may turn out bad and give them back.
         return FAILED if self._problem is not None else float(self._is_over and self._is_empty)
 
     def receive(self, votes: Tensor) -> None:
@@ -439,7 +439,7 @@ class RolloutStream:
         self._votes = HostCopy(votes)
 
     def goes_on(self, groups: int) -> bool:
-        """Whether another group is due after so many; the same on all ranks.
+        """Whether another group follows after so many; the same on all ranks.
 
         Raises:
             RuntimeError: On all ranks, if the source of one has failed, or if steps have voted

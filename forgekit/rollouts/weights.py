@@ -1,4 +1,4 @@
-"""A trainer's weights for generators: one file that is replaced at once, and a canary in it.
+"""A trainer's weights for generators: one file, replaced atomically, with a canary.
 
 Generators that keep old weights, or parts of them, sample on without an error, and all that shows
 is a policy that learns badly. So the trainer writes into the file what it computes itself: the
@@ -41,15 +41,15 @@ from forgekit.tensors import full, wide
 
 FILE = "weights.safetensors"
 PROBED = 32
-"""Tokens of a probe, or as many as the model takes."""
+"""Maximum number of tokens of a probe."""
 
 _KEY, _UNKNOWN = "forgekit", "crc32---"
-"""Of the canary in the file's header; where the checksum stands once all values are written."""
+"""Header keys of the canary, and of the checksum that is filled in last."""
 
 
 @attrs.frozen
 class Canary:
-    """What goes with published weights.
+    """Log-probabilities of a probe, published with weights to check them by.
 
     Attributes:
         version: Of the weights.
@@ -70,7 +70,7 @@ class Canary:
     tolerance: float
 
     def check(self, log_probs: Tensor, tolerance: float = 0.0) -> None:
-        """Compare a generator's answer; for engines that read the file by themselves.
+        """Check a generator's log-probabilities; for engines that read the file themselves.
 
         Args:
             log_probs: ``[len(probe) - 1]``, of each token of ``probe`` after the first.
@@ -83,10 +83,10 @@ class Canary:
         if log_probs.numel() != len(expected):
             shape = f"log_probs has shape {tuple(log_probs.shape)}"
             raise CheckpointError(f"{shape} for {brief(self.probe)}; it must be [{len(expected)}].")
-        apart = float((log_probs.detach().double().cpu().flatten() - expected).abs().max())
-        if not apart <= max(tolerance, self.tolerance):
+        gap = float((log_probs.detach().double().cpu().flatten() - expected).abs().max())
+        if not gap <= max(tolerance, self.tolerance):
             raise CheckpointError(
-                f"with version {self.version} the trainer and this generator are {apart:.2g} nats "
+                f"with version {self.version} the trainer and this generator are {gap:.2g} nats "
                 f"apart on the probe ({self.tolerance:g} at most): old weights, a part of them, or "
                 "another base. Nothing may be sampled with them."
             )
@@ -101,7 +101,7 @@ def publish_weights(
     dtype: torch.dtype | None = None,
     tolerance: float | None = None,
 ) -> Canary:
-    """Write a model's weights for generators; every rank calls it.
+    """Publish a model's weights for generators; every rank calls it.
 
     Tensors are gathered one after the other and written by rank 0, into a file beside the last one,
     which it then replaces; who reads the last one goes on reading it. If nothing but adapters is
@@ -175,7 +175,7 @@ def read_weights(
     have: Canary | None = None,
     timeout_s: float = 600.0,
 ) -> Canary:
-    """Load the weights that a trainer published last, and prove that they are the trainer's.
+    """Load the last published weights and verify them by the canary.
 
     ``generate`` keeps no cache from one call to the next, so nothing that old weights computed is
     used again. Ranks that share the model all call it.
@@ -200,7 +200,7 @@ def read_weights(
     ranks.together(lambda: _wait_for(path, timeout_s))
     with ExitStack() as stack:
         while True:
-            # The file that is open stays what it is, whatever is published meanwhile.
+            # The open file keeps its content, whatever is published meanwhile.
             file, canary = ranks.together(lambda: _open(stack, path))
             if len(set(ranks.each(lambda: (canary.version, canary.crc32)))) == 1:  # noqa: B023
                 break
@@ -225,7 +225,7 @@ def read_weights(
 
 @torch.no_grad()
 def probe_log_probs(model: nn.Module, ids: Tensor) -> tuple[Tensor, float]:
-    """Compute what a canary holds; ranks that share the model all call it.
+    """Compute a canary's log-probabilities; all ranks that share the model call it.
 
     Args:
         model: Maps ids ``[b s]`` to logits ``[b s v]``, or to an object with them as ``logits``.
@@ -250,7 +250,7 @@ def probe_log_probs(model: nn.Module, ids: Tensor) -> tuple[Tensor, float]:
 
 
 def _draw(model: nn.Module, version: int) -> Tensor:
-    """Token ids for a probe; others for each version."""
+    """Draw a probe's token ids from the version."""
     described = getattr(model, "spec", None) or getattr(model, "config", None)
     rows = tokens_of(described)
     if rows is None:
@@ -263,7 +263,7 @@ def _draw(model: nn.Module, version: int) -> Tensor:
 
 
 def _published(model: nn.Module) -> tuple[dict[str, Tensor], bool]:
-    """The tensors that generators need, tied ones once, and whether they are adapters alone."""
+    """Return the tensors that generators need, tied ones once, and whether only adapters."""
     adapters = set(adapter_names(model))
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     are_adapters = bool(adapters) and trained <= adapters
@@ -292,7 +292,7 @@ def _write(
             file.flush()
             os.fsync(file.fileno())
     finally:
-        deque(tensors, maxlen=0)  # the others are in the same collectives, also if a disk is full
+        deque(tensors, maxlen=0)  # the others are in the same collectives, even if a disk is full
     new.replace(path)
     return attrs.evolve(canary, crc32=f"{crc32:08x}")
 
@@ -312,7 +312,7 @@ def _open(stack: ExitStack, path: Path) -> tuple[Any, Canary]:
             before = _identity(path)
             file = stack.enter_context(reading(path))
             canary = Canary(**json.loads((file.metadata() or {})[_KEY]))
-            if _identity(path) == before:  # its header and its values are opened one by one
+            if _identity(path) == before:  # header and values are opened separately
                 return file, canary
         except (
             OSError,
@@ -333,7 +333,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _check_file(model: nn.Module, file: Any, canary: Canary) -> dict[str, Tensor]:
-    """Compare a file with its canary and the model; return the tensors to read into."""
+    """Check a file against its canary and the model; return the tensors to read into."""
     adapters, tensors = set(adapter_names(model)), named_tensors(model)
     if canary.are_adapters:
         tensors = {name: tensor for name, tensor in tensors.items() if name in adapters}
