@@ -1,1 +1,1 @@
-"""A state on disk: save and load it in any layout, and where it is kept."""
+"""Checkpoints: save a state and load it in any layout."""

@@ -1,4 +1,4 @@
-"""Where checkpoints are kept, and which of them count.
+"""Storage of checkpoints, on a file system or behind a URL, and which of them are committed.
 
 A checkpoint is a folder of safetensors files and a manifest, which lists them with sizes and
 checksums. In a ``LocalStorage``, a directory that all ranks share, it is written into a hidden
@@ -15,7 +15,7 @@ mixture if it stopped half-way::
     step_00000100/data-1f3a90c2/rank_00000.safetensors
     step_00000100/manifest.json
 
-Nothing tells a running save from a dead one there, so only one run at a time may save to a URL:
+A running save cannot be distinguished from a dead one there, so only one run at a time may save:
 each save deletes folders that no manifest names. Nor does anything keep a checkpoint while another
 run loads it.
 """
@@ -57,15 +57,15 @@ from forgekit.remote.urls import Url, UrlError, fs_of, names_below, path_or_url,
 
 MANIFEST = "manifest.json"
 FORMAT = 3
-"""Of the files and the manifest; counts up when this version could not be read by earlier ones."""
+"""Format of files and manifest; incremented when earlier versions could not read it."""
 SHOWN = 20
-"""Steps in a message that lists the checkpoints."""
+"""Maximum number of steps in a message that lists checkpoints."""
 CHUNK_BYTES = 4 << 20
 
 _STEP = re.compile(r"step_(\d{8,})")
 _DATA = "data-"
 _PLAIN = re.compile(r"\w[\w.-]*")
-"""Names without a folder in front of them."""
+"""Plain file names, without a folder."""
 
 T = TypeVar("T")
 Manifest: TypeAlias = dict[str, Any]
@@ -74,12 +74,12 @@ log = logging.getLogger("forgekit")
 
 
 class ManifestError(ValueError):
-    """A manifest is missing, damaged, or not one; the message continues a sentence about it."""
+    """A manifest is missing, damaged, or not one; the message continues a sentence."""
 
 
 @attrs.frozen(kw_only=True)
 class Keep:
-    """Which checkpoints ``checkpoint_save`` keeps: each that at least one of these rules names.
+    """Which checkpoints ``checkpoint_save`` keeps: those that at least one of these rules selects.
 
     The one that was just saved, which ``latest`` names, and one that is being loaded always stay.
     Only committed checkpoints count. ``best`` reads the manifests of all of them after each save;
@@ -114,7 +114,7 @@ class Keep:
         check_integers(keep=(self.last, 1), every=(every, 1), best=(self.best, 0))
 
     def of(self, metrics: Mapping[int, float | None]) -> set[int]:
-        """Choose among checkpoints.
+        """Select the checkpoints to keep.
 
         Args:
             metrics: The metric of each committed step; None or NaN where there is none.
@@ -125,19 +125,19 @@ class Keep:
         steps = sorted(metrics)
         kept = set(steps[-self.last :]) | set(filter(self.names, steps))
         measured = {s: m for s, m in metrics.items() if m is not None and not math.isnan(m)}
-        # Of equally good ones the newest.
+        # The newest of equally good ones.
         ranked = sorted(measured, key=lambda s: (-measured[s] if self.largest else measured[s], -s))
         return kept | set(ranked[: self.best])
 
     def names(self, step: int) -> bool:
-        """Whether a step stays for its number alone, by ``every`` or ``milestones``."""
+        """Whether a step is kept for its number, by ``every`` or ``milestones``."""
         is_multiple = self.every is not None and step > 0 and step % self.every == 0
         return is_multiple or (self.milestones and step & (step - 1) == 0)
 
 
 @attrs.frozen
 class LocalStorage:
-    """A directory on a file system that all ranks share."""
+    """A directory on a file system shared by all ranks."""
 
     directory: Path
 
@@ -145,14 +145,14 @@ class LocalStorage:
         return str(self.directory)
 
     def path(self, step: int) -> Path:
-        """Return where the checkpoint of a step is."""
+        """Return the path of a step's checkpoint."""
         return self.directory / step_name(step)
 
     def names(self, step: int | None = None) -> list[str]:
         """List the directory, or a checkpoint's folder; nothing if it is not there."""
         folder = self.directory if step is None else self.path(step)
-        # A link to a disk that is not mounted is there, and raises: what it holds is not known.
-        # Paths would cost ten times as much.
+        # A link to an unmounted disk exists, and raises: its content is unknown.
+        # ten times as fast as Path objects
         return os.listdir(folder) if os.path.lexists(folder) else []
 
     def opened(self, step: int, name: str) -> BinaryIO:
@@ -174,7 +174,7 @@ class LocalStorage:
     def writing(
         self, ranks: Ranks, step: int, before: Callable[[], None]
     ) -> Iterator[tuple[Path, str]]:
-        """Make a folder for the files of a save; once the body has ended they are a checkpoint.
+        """Yield a folder for the files of a save; the end of the block commits it.
 
         Args:
             ranks: Those that save.
@@ -197,20 +197,20 @@ class LocalStorage:
                 stack.close()
 
             yield ranks.first(begin), ""
-            # Each of these is durable before the next one starts: contents (synced by the rank
+            # Each is durable before the next one starts: contents (synced by the rank
             # that wrote them), manifest, the folder that lists them, the new name. A crash between
             # any two leaves either a folder without a name or a checkpoint that is whole.
             ranks.first(commit)
 
     def deliver(self, folder: Path, _inside: str, _step: int, name: str) -> None:
-        """Sync this rank's file, which is where it belongs."""
+        """Sync this rank's file, which is in its final folder."""
         sync(folder / name)
 
     def point_latest(self, step: int) -> None:
         """Let the symlink ``latest`` point to a checkpoint; a failure is logged."""
         latest, link = self.directory / "latest", self.directory / ".latest.new"
         with only_warns(f"{latest} does not point to {step_name(step)}"):
-            link.unlink(missing_ok=True)  # of a save that died here
+            link.unlink(missing_ok=True)  # from a save that died here
             try:
                 link.symlink_to(step_name(step))
                 link.replace(latest)  # a symlink cannot be changed in one step
@@ -219,17 +219,17 @@ class LocalStorage:
                 link.unlink(missing_ok=True)
 
     def discard(self, step: int) -> None:
-        """Delete a checkpoint, renamed first, so that a half-deleted one does not count.
+        """Delete a checkpoint; renamed first, so that a half-deleted one is never loaded.
 
         One that another process is loading stays.
         """
         if not is_locked(path := self.path(step)):
-            # The next save deletes what is left under this name.
+            # The next save deletes leftovers under this name.
             path.rename(doomed := path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.new"))
             shutil.rmtree(doomed)
 
     def restore_replaced(self) -> None:
-        """Give a checkpoint its name back if a save set it aside and died before replacing it."""
+        """Restore a checkpoint that a save had set aside when it died before replacing it."""
         for old in self.directory.glob(".step_*.old"):
             restore_replaced(old.with_name(old.name.split(".")[1]))
 
@@ -281,7 +281,7 @@ class RemoteStorage:
     def writing(
         self, ranks: Ranks, step: int, before: Callable[[], None]
     ) -> Iterator[tuple[Path, str]]:
-        """Make a folder on each rank's own disk; once the body has ended the manifest is uploaded.
+        """Yield a folder on each rank's own disk; the end of the block uploads the manifest.
 
         ``before`` is called before anything is deleted, too, and again before each try to upload
         the manifest: a store that was out of reach for a while may have got another writer.
@@ -300,7 +300,7 @@ class RemoteStorage:
             fresh = tempfile.TemporaryDirectory(prefix=f"forgekit-{step_name(step)}-")
             folder = Path(ranks.together(lambda: stack.enter_context(fresh)))
             yield folder, inside
-            # Last: from here on it counts. pipe_file makes the object appear whole or not at all.
+            # Last, since it commits. pipe_file makes the object appear whole or not at all.
             manifest = self._inside(step, MANIFEST)
             ranks.first(lambda: self._put(manifest, (folder / MANIFEST).read_bytes(), before))
         if ranks.rank == 0:
@@ -308,7 +308,7 @@ class RemoteStorage:
                 self._remove_leftovers([step])  # of an earlier save that was replaced
 
     def deliver(self, folder: Path, inside: str, step: int, name: str) -> None:
-        """Upload this rank's file, and check that all of it has arrived."""
+        """Upload this rank's file and check the size that arrived."""
         target, size = self._inside(step, inside, name), (folder / name).stat().st_size
 
         def upload() -> None:
@@ -324,15 +324,15 @@ class RemoteStorage:
             self._put(f"{self.root}/latest", step_name(step).encode())
 
     def discard(self, step: int) -> None:
-        """Delete a checkpoint, its manifest first, so that a half-deleted one does not count."""
+        """Delete a checkpoint; its manifest first, so that a half-deleted one is never loaded."""
         self._remove(self._inside(step, MANIFEST))
         self._remove(self._inside(step))
 
     def restore_replaced(self) -> None:
-        """No save sets a checkpoint aside here."""
+        """Nothing to do: no save sets a checkpoint aside here."""
 
     def _remove_leftovers(self, steps: Iterable[int] | None = None) -> None:
-        """Delete what dead saves left, and what a save of the same step replaced."""
+        """Delete leftovers of dead saves and of a replaced save of the same step."""
         for step in steps_among(self.names()) if steps is None else steps:
             try:
                 named = read_manifest(self, step).get("folder")
@@ -347,7 +347,7 @@ class RemoteStorage:
         retried(lambda: self.fs.pipe_file(target, content), name, before=before)
 
     def _remove(self, target: str) -> None:
-        with suppress(FileNotFoundError):  # by a try whose answer was lost
+        with suppress(FileNotFoundError):  # by an attempt whose answer was lost
             retried(lambda: self.fs.rm(target, recursive=True), self.fs.unstrip_protocol(target))
 
     def _inside(self, step: int, *names: str) -> str:
@@ -377,7 +377,7 @@ def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | str | None: .
 
 
 def latest_checkpoint(directory: str | os.PathLike[str]) -> Path | str | None:
-    """Find the newest committed checkpoint by listing, not by trusting the ``latest`` symlink.
+    """Find the newest committed checkpoint by listing, without the ``latest`` symlink.
 
     Args:
         directory: What ``checkpoint_save`` was given.
@@ -401,7 +401,7 @@ def newest(storage: Storage) -> int | None:
 
 
 def steps_in(storage: Storage) -> list[int]:
-    """Return the steps that have a folder, the newest first; not all need be checkpoints."""
+    """Return the steps that have a folder, the newest first; not all need be committed."""
     return sorted(steps_among(patiently(storage.names, str(storage))), reverse=True)
 
 
@@ -410,7 +410,7 @@ def committed(
     steps: Iterable[int] | None = None,
     faults: dict[int, str] | None = None,
 ) -> Iterator[tuple[int, Manifest]]:
-    """Yield steps and manifests of checkpoints, each read when it is asked for.
+    """Yield steps and manifests of checkpoints, each read on request.
 
     Args:
         storage: Where they are.
@@ -426,7 +426,7 @@ def committed(
 
 
 def read_manifest(storage: Storage, step: int) -> Manifest:
-    """Read a checkpoint's manifest; raises ``ManifestError`` if it is not one of this step."""
+    """Read a checkpoint's manifest; raise ``ManifestError`` unless it is of this step."""
 
     def read() -> bytes:
         try:
@@ -442,7 +442,7 @@ def read_manifest(storage: Storage, step: int) -> Manifest:
 
 
 def retain(storage: Storage, keep: Keep | None, saved: int) -> None:
-    """Delete the checkpoints that a rule does not name; never the one that was just saved.
+    """Delete the checkpoints that a rule does not select; never the one just saved.
 
     Args:
         storage: Where they are.
@@ -459,7 +459,7 @@ def retain(storage: Storage, keep: Keep | None, saved: int) -> None:
         return
     metrics: dict[int, float | None] = {}
     faults: dict[int, str] = {}
-    # Manifests are long and may be many: those of steps that stay whatever they say are not read.
+    # Manifests are long and many: those of steps kept for their number are not read.
     deciding = (
         step
         for step in steps_in(storage)
@@ -474,27 +474,27 @@ def retain(storage: Storage, keep: Keep | None, saved: int) -> None:
 
 
 def discard_after(storage: Storage, step: int) -> None:
-    """Delete the checkpoints after a step to which a run was rolled back; ``latest`` names it."""
+    """Delete the checkpoints after a rollback's step and point ``latest`` to it."""
     storage.point_latest(step)  # first, so that it never names a deleted one
     later = [newer for newer in steps_in(storage) if newer > step]
     _discard(storage, sorted(newer for newer, _ in committed(storage, later)))
 
 
 def describe(storage: Storage) -> str:
-    """List the steps of the checkpoints, of many the newest."""
+    """List the steps of the newest checkpoints, for a message."""
     steps = [str(step) for step, _ in islice(committed(storage), SHOWN)]
     return ", ".join(reversed(steps)) or "none"
 
 
 def describe_faults(storage: Storage, faults: Mapping[int, str]) -> tuple[Path | str, str]:
-    """Return a folder without a good manifest, and what is wrong with it and with how many more."""
+    """Describe a folder without a good manifest, and count further ones."""
     step, fault = next(iter(faults.items()))
     more = f" ({len(faults) - 1} more folders are no checkpoints)" if len(faults) > 1 else ""
     return storage.path(step), f"its {MANIFEST} {fault}{more}"
 
 
 def find_damage(storage: Storage, step: int, name: str, expected: dict[str, Any]) -> str | None:
-    """Compare a file with its manifest entry; return what is wrong, or None."""
+    """Compare a file with its manifest entry; return the difference, or None."""
     file = f"{storage.path(step)}/{name}"
     try:
         size, crc32 = patiently(lambda: _digest(storage, step, name), file)
@@ -508,7 +508,7 @@ def find_damage(storage: Storage, step: int, name: str, expected: dict[str, Any]
 
 
 def patiently(read: Callable[[], T], name: str) -> T:
-    """Read, again after growing pauses where the storage does not answer.
+    """Read, with growing pauses between retries while the storage does not answer.
 
     A file that cannot be read is not a damaged one: taking an older checkpoint instead would lose
     what was trained since.
@@ -528,7 +528,7 @@ def patiently(read: Callable[[], T], name: str) -> T:
 
 @contextmanager
 def only_warns(problem: str) -> Iterator[None]:
-    """Log what goes wrong once a checkpoint is committed: it is good whatever comes after."""
+    """Log errors instead of raising them: the checkpoint is already committed."""
     try:
         yield
     except Exception as error:
@@ -541,13 +541,13 @@ def step_name(step: int) -> str:
 
 
 def steps_among(names: list[str]) -> list[int]:
-    """Return the steps whose folders are among the names."""
+    """Return the steps of the checkpoint folders among names."""
     return [int(match[1]) for name in names if (match := _STEP.fullmatch(name))]
 
 
 def format_manifest(manifest: Manifest) -> bytes:
-    """Write a manifest out, with its checksum."""
-    # The checksum is of what a reader will parse: JSON turns tuples into lists.
+    """Format a manifest with its checksum."""
+    # The checksum is of the parsed JSON, in which tuples are lists.
     plain = json.loads(json.dumps(manifest))
     return json.dumps({**plain, "checksum": _checksum(plain)}, indent=1).encode()
 
@@ -562,7 +562,7 @@ def parse_manifest(content: bytes) -> Manifest:
         raise ManifestError("describes no checkpoint")
     if manifest["format"] != FORMAT:
         return manifest
-    # Over sorted keys, so formatting does not matter.
+    # With sorted keys, so formatting does not matter.
     if manifest.get("checksum") != (checksum := _checksum(manifest)):
         raise ManifestError(f"was changed after it was saved: its checksum is {checksum[:12]}")
     names = (manifest["folder"] or MANIFEST, *manifest["files"])

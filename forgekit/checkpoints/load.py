@@ -1,4 +1,4 @@
-"""Load a ``TrainState`` on any number of ranks.
+"""Load a ``TrainState``, on any number of ranks.
 
 Everything is checked first, files, data, names and shapes; only then is the state changed.
 """
@@ -53,7 +53,7 @@ from forgekit.tensors import box_of, local
 log = logging.getLogger("forgekit")
 
 NEAR = 8
-"""Of so many of the newest checkpoints one of another run is noticed."""
+"""Number of newest checkpoints that are checked for other runs."""
 
 Part = Literal["model", "optimizer", "fields"]
 
@@ -112,13 +112,13 @@ def checkpoint_load(
     if "model" not in parts or not set(parts) <= set(PARTS):
         raise ValueError(f"parts {list(parts)} must be some of {list(PARTS)}, the model included.")
     wait_for_saves(state)
-    join_saves()  # what another state of this process is saving may be the checkpoint to load
+    join_saves()  # another state of this process may be saving the checkpoint to load
     storage, ranks = storage_of(directory), ranks_of(state)
     if (chosen := choose_checkpoint(ranks, storage, step)) is None:
         return state
     at, saved = chosen
     path = storage.path(at)
-    if not allow_other_data and "fields" in parts:  # without the fields the data starts again
+    if not allow_other_data and "fields" in parts:  # without fields the data start anew
         now = as_json(fingerprint, saved["fields"]["samples"])
         _check_data(path, saved["fingerprint"], now)
     try:
@@ -143,7 +143,7 @@ def checkpoint_load(
             "loaded, one of the checkpoint needs average=",
             "the state" if has_average(described) else path,
         )
-    # All checks but those of a field's own load_state_dict are done: from here on values change.
+    # All checks but a field's own load_state_dict are done: values change from here on.
     allocation = allocate(state, manifest, ranks.rank)
     read = {key: tensor for key, tensor in allocation.tensors.items() if key not in added}
     with storage.reading(at):
@@ -154,19 +154,19 @@ def checkpoint_load(
         reset_magnitudes(state.model)
     if (seed := manifest["fields"].get("seed", state.seed)) != state.seed:
         log.warning("the seed stays %s, as in %s; %s was asked for", seed, path, state.seed)
-    # Last, because it changes the state: a field's own load_state_dict may refuse, on one rank.
+    # Last, because it changes the state: a field's own load_state_dict may raise on one rank.
     return donate(state, **ranks.together(lambda: restore(state, allocation)))
 
 
 def choose_checkpoint(
     ranks: Ranks, storage: Storage, step: int | None
 ) -> tuple[int, Manifest] | None:
-    """Return step and manifest of the checkpoint to load: the one asked for or the newest good."""
+    """Return step and manifest of the requested checkpoint, else of the newest good one."""
     damages: list[str] = []
     candidates = _candidates(storage, step)  # only the first rank reads directories
     while (chosen := ranks.first(lambda: next(candidates, None))) is not None:
         at, manifest = chosen
-        # Reading each file on one rank only keeps the check as fast as loading itself.
+        # Each file is read on one rank, which keeps the check as fast as loading.
         mine = [*manifest["files"].items()][ranks.rank :: ranks.world]
         damage = ranks.each(
             lambda at=at, manifest=manifest, mine=mine: [
@@ -197,7 +197,7 @@ def _candidates(storage: Storage, step: int | None) -> Iterator[tuple[int, Manif
         log.warning("%s does not count: %s", *describe_faults(storage, faults))
     if not manifests:
         _check_nothing_there(storage, step, faults)
-    # A manifest of another format may name no run.
+    # A manifest of another format may lack a run.
     runs = {m["run"]: at for at, m in sorted(manifests.items()) if "run" in m}
     if len(runs) > 1:
         raise CheckpointError(
@@ -215,7 +215,7 @@ def _candidates(storage: Storage, step: int | None) -> Iterator[tuple[int, Manif
 
 
 def _check_nothing_there(storage: Storage, step: int | None, faults: Mapping[int, str]) -> None:
-    """Where no checkpoint is good, refuse to start over if there might be one."""
+    """Raise, instead of starting over, if there may be a checkpoint although none is good."""
     if step is not None:
         why = f" Its {MANIFEST} {faults[step]}." if faults else ""
         raise CheckpointError(
@@ -237,7 +237,7 @@ def path_inside(manifest: Manifest, name: str) -> str:
 
 
 def _check_data(path: object, saved: Any, now: Any) -> None:
-    """Refuse a checkpoint of other data, and say which of their facts changed."""
+    """Raise if the checkpoint was trained on other data; name the facts that changed."""
     if saved is None or now is None or saved == now:
         return
     saved_facts, facts = facts_of(saved), facts_of(now)
@@ -271,12 +271,12 @@ def _read_tensors(
                 view, inside = overlap
                 view.copy_(files[rank].get_slice(name)[inside or ...])
                 left -= view.numel()
-            if left:  # memory that nothing was read into
+            if left:  # else some memory stays uninitialised
                 raise CheckpointError(f"no file of {storage.path(step)} has all of {key!r}")
 
 
 def _overlap(tensor: Tensor, box: Any) -> tuple[Tensor, tuple[slice, ...]] | None:
-    """Return the view of this rank's values that a chunk has, and where they are in the chunk."""
+    """Return a view of this rank's values within a chunk, and their range in the chunk."""
     offset, size = box_of(tensor)
     view = local(tensor)
     if box is None:  # a whole tensor
@@ -292,6 +292,6 @@ def _overlap(tensor: Tensor, box: Any) -> tuple[Tensor, tuple[slice, ...]] | Non
 
 
 def _added_adapters(model: nn.Module, manifest: dict[str, Any]) -> list[str]:
-    """Keys of this rank's adapters if the checkpoint is of the model without any."""
+    """Return the keys of this rank's adapters if the checkpoint has no adapters."""
     adapters = [f"model.{name}" for name in adapter_names(model)]
     return [] if any(key in manifest["tensors"] for key in adapters) else adapters

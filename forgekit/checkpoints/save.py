@@ -1,4 +1,4 @@
-"""Save a ``TrainState`` while training goes on.
+"""Save a ``TrainState`` while training continues.
 
 A save blocks only to copy the state into host memory. A thread then writes it and commits it: see
 ``directory.py`` for what a crash leaves and ``state_dict.py`` for what is in the files.
@@ -53,7 +53,7 @@ from forgekit.state import SaveHandle, TrainState
 from forgekit.tensors import local
 
 GROUP_NAME = "forgekit checkpoints"
-"""Description of the process groups of saves, by which ``Health`` leaves their time-outs alone."""
+"""Description of the process groups of saves; ``Health`` keeps their time-outs."""
 
 log = logging.getLogger("forgekit")
 
@@ -72,7 +72,7 @@ class PendingSave:
 
     @property
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Whether the save has ended, successfully or not."""
         return self._future.done()
 
     def wait(self) -> Path | str:
@@ -100,7 +100,7 @@ class PendingSave:
 
 
 class _SaveThread(GroupThread):
-    """The thread of a save; Python's list of threads says which saves are running."""
+    """The thread of a save; running saves are found in Python's list of threads."""
 
     def __init__(self, save: PendingSave, work: Callable[[], Path | str]) -> None:
         # Not a daemon: the interpreter waits for it, so a script may end right after a save.
@@ -118,7 +118,7 @@ def checkpoint_save(
     metric: float | None = None,
     before_commit: Callable[[], None] | None = None,
 ) -> PendingSave:
-    """Save a state as ``directory/step_00000100``; training may go on while it is written.
+    """Save a state as ``directory/step_00000100``; training may continue meanwhile.
 
     Every rank calls it. The state is copied before the call returns and is not consumed. A run has
     one save at a time: the next one first waits for it, and raises if it failed. State that an
@@ -180,7 +180,7 @@ def checkpoint_save(
         "metric": None if metric is None or math.isnan(metric) else float(metric),
         "torch": torch.__version__,
     }
-    # Only now: the save before this one was still reading the buffers.
+    # Not earlier: the previous save was still reading the buffers.
     copies = copy_to_host(tensors, state.saves.buffers)
     work = partial(_write, ranks, storage, copies, description, rule, before_commit)
     pending = state.saves.pending = PendingSave(state.step)
@@ -211,7 +211,7 @@ def wait_for_saves(state: TrainState | SaveHandle | None = None) -> None:
 
 
 def join_saves() -> list[PendingSave]:
-    """Wait for all saves that are running in this process, and return them."""
+    """Wait for all running saves of this process, and return them."""
     running = [t.save for t in threading.enumerate() if isinstance(t, _SaveThread)]
     futures.wait([save._future for save in running])
     return running
@@ -233,7 +233,7 @@ def ranks_of(state: TrainState) -> Ranks:
     if state.saves.group is None or state.saves.group[0] != key:
         # A save runs in a thread beside the collectives of training. On the group of training
         # both would take each other's messages, which aborts the process.
-        # In a plan the other ranks are not there, and its group can reach none.
+        # `forgekit plan` runs one rank on the fake backend; a gloo group would wait for peers.
         backend = "fake" if dist.get_backend() == "fake" else "gloo"
         options = {"backend": backend, "use_local_synchronization": True, "group_desc": GROUP_NAME}
         state.saves.group = key, dist.new_group(list(members), **options)
@@ -247,20 +247,20 @@ def shard_name(rank: int) -> str:
 
 
 def chunk_name(key: str, box: tuple[tuple[int, ...], tuple[int, ...]] | None) -> str:
-    """Name a chunk in its file: a whole tensor's key, or with the range of each dimension."""
+    """Name a chunk in its file: the tensor's key, and for a shard the range of each dimension."""
     if box is None:
         return key
     return f"{key}[{','.join(f'{at}:{at + size}' for at, size in zip(*box, strict=True))}]"
 
 
 def as_json(fingerprint: Any, samples: int) -> Any:
-    """Return a fingerprint as a manifest gives it back: a tuple becomes a list."""
+    """Return a fingerprint as read back from JSON: tuples become lists."""
     value = fingerprint(samples) if callable(fingerprint) else fingerprint
     return json.loads(json.dumps(value))
 
 
 def _collect(state: TrainState, ranks: Ranks) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Collect on all ranks; what one of them cannot save, all refuse."""
+    """Collect on every rank; if one rank cannot save, all raise."""
     problem, collected, stateless = None, ({}, {}), set()
     try:
         collected, stateless = collect(state, ranks.rank), check_optimizer_state(state)
@@ -270,7 +270,7 @@ def _collect(state: TrainState, ranks: Ranks) -> tuple[dict[str, Tensor], dict[s
     for other, _ in answers:
         if other is not None:
             raise TypeError(other)
-    # A rank may hold none of a member's parameters, as with pipelines; one rank is enough.
+    # With pipelines a rank may hold none of a member's parameters; state on one rank is enough.
     for name in set.intersection(*(names for _, names in answers)):
         raise TypeError(
             f"{name.partition(' ')[2]} has no state after step {state.step}; kept anywhere but in "
@@ -288,7 +288,7 @@ def _write(
     keep: Keep | None,
     before_commit: Callable[[], None] | None,
 ) -> Path | str:
-    """Write and commit on all ranks; what goes wrong after the commit is logged."""
+    """Write and commit on all ranks; errors after the commit are logged."""
     step = description["step"]
     try:
         with storage.writing(ranks, step, before_commit or (lambda: None)) as (folder, inside):
@@ -302,7 +302,7 @@ def _write(
                 storage.deliver(folder, inside, step, name)
                 return {name: entry}
 
-            # Every rank has delivered when this returns, so the manifest lists only what is there.
+            # Every rank has delivered when this returns, so the manifest lists existing files only.
             files = ranks.each(write)
             facts = {"world": ranks.world, "folder": inside}
             ranks.first(lambda: _write_manifest(storage, folder, descriptions, keys, files, facts))
@@ -324,7 +324,7 @@ def _write_manifest(
     files: list[dict[str, Any]],
     facts: dict[str, Any],
 ) -> None:
-    """Write which file has which chunk of each tensor, and what each file's checksum is."""
+    """Write the file of each tensor's chunks, and each file's checksum."""
     manifest = merge(descriptions)
     for rank, (description, written) in enumerate(zip(descriptions, keys, strict=True)):
         for key in written:
@@ -352,6 +352,6 @@ def _write_shard(file: Path, tensors: dict[str, Tensor], boxes: dict[str, Any]) 
 def _remains(storage: Storage) -> str:
     try:
         step = newest(storage)
-    except Exception:  # whatever made the save fail
+    except Exception:  # may fail for the same reason as the save
         return "they cannot be listed now"
     return "there is none" if step is None else f"{step_name(step)} is good"

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: a ``TrainState`` as named tensors and a description in JSON.
+"""The content of a checkpoint: a ``TrainState`` as named tensors and a JSON description.
 
 Tensors have flat keys: ``model.<name>``, ``optimizer.<parameter name>.<entry>``,
 ``average.<parameter name>``, ``state.<field>``. Everything else goes into trees of JSON values:
@@ -12,7 +12,7 @@ fresh optimizer does not have yet.
 A sharded tensor is written in chunks, each by one of the ranks that hold it; the description says
 which part of the whole a chunk is, so that any layout can read it. What each rank has for itself,
 above all a stream, is kept rank by rank, as ``{"$ranks": [[rank, tree], ...]}``, with its tensors
-under ``state.<field>.rank<rank>``; it loads on as many ranks as saved it.
+under ``state.<field>.rank<rank>``; it loads on the same number of ranks.
 """
 
 from __future__ import annotations
@@ -44,33 +44,33 @@ from forgekit.state import TrainState
 from forgekit.tensors import box_of, local, named_tensors
 
 PARTS = ("model", "optimizer", "fields")
-"""What ``checkpoint_load`` can load alone; the fields are all else that a state holds."""
+"""Parts that ``checkpoint_load`` can load alone; ``fields`` is the rest of the state."""
 
 _AVERAGE = "average."
-"""Before the names of averaged parameters, and before the count of steps that they hold."""
+"""Key prefix of averaged parameters, and key of their number of steps."""
 _BY_NAME = ("optimizer", "steppers", "adapters")
-"""Parts of a description whose keys are names of parameters."""
+"""Parts of a description that are keyed by parameter name."""
 _RANKS = "$ranks"
 _NOT_FACTS = (
     *("max_seq_len", "dropout", "capacity", "aux_loss", "sequence_aux_loss", "z_loss"),
     *("bias_rate", "centered", "force_balance", "qkv_bias"),
 )
-"""Of a model's ``spec``: how it is trained, which a run may change, and what its tensors show."""
+"""Fields of a ``spec`` not compared: training options, and sizes that tensors show."""
 _TOKENS = "unpadded_vocab_size"
 _ROTARY = ("rope_theta", "rope_scaling")
-"""What a new run may change to lengthen the context of a model."""
+"""Fields of a ``spec`` that a new run may change to extend the context."""
 _NOT_FIELDS = ("model", "optimizer", "mesh")
 
 
 def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """List what is to be saved of a state, without copying a tensor.
+    """List the tensors to save and describe the rest, without copying a tensor.
 
     Args:
         state: The state.
         rank: This rank among those that hold it, under which a stream's position is filed.
 
     Returns:
-        This rank's tensors by key, sharded ones as DTensors, and what it adds to the manifest:
+        This rank's tensors by key, sharded ones as DTensors, and its share of the manifest:
 
         - ``tensors``: global shape and dtype of each tensor, and whether it is in host memory;
         - ``boxes``: where this rank's part of a sharded tensor begins, and its size; None if whole;
@@ -114,7 +114,7 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
 
 
 def share_out(descriptions: list[dict[str, Any]]) -> list[list[str]]:
-    """Choose for each chunk the rank that writes it.
+    """Assign each chunk to the rank that writes it.
 
     Of values that are not sharded the first rank's are kept; a chunk that several ranks hold is
     written by the one with the least to write.
@@ -131,18 +131,18 @@ def share_out(descriptions: list[dict[str, Any]]) -> list[list[str]]:
     for (key, box), ranks in holders.items():
         shape = descriptions[ranks[0]]["tensors"][key]["shape"] if box is None else box[1]
         writer = ranks[0] if box is None else min(ranks, key=lambda rank: load[rank])
-        if math.prod(shape):  # an uneven shard may be empty
+        if math.prod(shape):  # uneven shards may be empty
             keys[writer].append(key)
             load[writer] += math.prod(shape)
     return keys
 
 
 def merge(descriptions: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Join what the ranks described; where they differ, the first rank counts.
+    """Merge the ranks' descriptions; where they differ, the first rank's counts.
 
     Pipeline stages hold different parameters, so no rank knows all of them.
     """
-    # Of tensors and optimizer entries the first rank's win as well: it comes last in the union.
+    # The first rank comes last in the union, so its tensors and optimizer entries win.
     merged, *others = [dict(description) for description in descriptions]
     for other in others:
         for name in other["optimizer"].keys() & merged["optimizer"].keys():
@@ -172,7 +172,7 @@ def _join_entries(first: dict[str, Any], second: dict[str, Any]) -> dict[str, An
 
 
 def rename(manifest: dict[str, Any], renames: Mapping[str, str]) -> dict[str, Any]:
-    """Give a checkpoint's parameters and buffers, with all that belongs to them, today's names.
+    """Rename a checkpoint's parameters and buffers, with their optimizer state and averages.
 
     Args:
         manifest: The checkpoint's manifest.
@@ -199,7 +199,7 @@ def rename(manifest: dict[str, Any], renames: Mapping[str, str]) -> dict[str, An
 
 
 def choose(description: dict[str, Any], parts: Collection[str]) -> dict[str, Any]:
-    """Remove the parts that are not to be loaded from a description or manifest."""
+    """Remove parts that are not loaded from a description or manifest."""
     chosen = dict(description)
     if "optimizer" not in parts:
         chosen |= {"optimizer": {}, "steppers": None}
@@ -211,7 +211,7 @@ def choose(description: dict[str, Any], parts: Collection[str]) -> dict[str, Any
 
 
 def saved_fields(state: TrainState) -> dict[str, Any]:
-    """Return the attrs fields that a checkpoint keeps besides model and optimizer, by name."""
+    """Return the attrs fields that are saved besides model and optimizer, by name."""
     return {
         field.name: field
         for field in attrs.fields(type(state))
@@ -220,25 +220,25 @@ def saved_fields(state: TrainState) -> dict[str, Any]:
 
 
 def optional_fields(state: TrainState) -> set[str]:
-    """Return the saved fields that keep their value where a checkpoint was written without them."""
+    """Return the saved fields that keep their value if a checkpoint lacks them."""
     return {name for name, f in saved_fields(state).items() if f.metadata.get("optional", False)}
 
 
 def is_per_rank(state: TrainState, field: Any) -> bool:
-    """Say whether each rank has its own value: streams, and fields that are marked so."""
+    """Whether each rank has its own value: streams, and fields marked so."""
     value = getattr(state, field.name)
     is_stream = hasattr(value, "__iter__") and not isinstance(value, nn.Module)
     return field.metadata.get("per_rank", _is_stateful(value) and is_stream)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by key; tied parameters appear once."""
+    """Return parameters and persistent buffers by key, tied ones once."""
     return {f"model.{name}": tensor for name, tensor in named_tensors(model).items()}
 
 
 @torch.no_grad()
 def copy_to_host(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Copy tensors into host memory, so that training may go on while they are written.
+    """Copy tensors to host memory, so that training may continue while they are written.
 
     Args:
         tensors: What to copy.
@@ -256,13 +256,13 @@ def copy_to_host(tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> dict
             buffers[key] = torch.empty_like(tensor, device="cpu", pin_memory=pin)
         local(buffers[key]).copy_(local(tensor), non_blocking=True)
     if torch.accelerator.is_available():
-        torch.accelerator.synchronize()  # the copies run beside the host until here
+        torch.accelerator.synchronize()  # copies are asynchronous until here
     return dict(buffers)
 
 
 @attrs.frozen
 class Allocation:
-    """Memory for a checkpoint's tensors, and the values that hold them once they are read.
+    """Memory for a checkpoint's tensors, and the values built from them.
 
     Attributes:
         tensors: Tensors by key, to be read into in place; the model's are the model's own.
@@ -276,7 +276,7 @@ class Allocation:
 
 
 def allocate(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Allocation:
-    """Allocate what a checkpoint holds without changing the state.
+    """Allocate a checkpoint's tensors without changing the state.
 
     Args:
         state: The state.
@@ -288,7 +288,7 @@ def allocate(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Allo
     if manifest["steppers"] is not None:
         optimizer = _allocate_optimizer(state, manifest, tensors)
     fields = {}
-    # The checkpoint may lack fields that are optional.
+    # A checkpoint may lack optional fields.
     for name in saved_fields(state).keys() & manifest["fields"].keys():
         tree = manifest["fields"][name]
         tree = dict(_per_rank(tree)).get(rank, tree)
@@ -300,7 +300,7 @@ def allocate(state: TrainState, manifest: dict[str, Any], rank: int = 0) -> Allo
 
 
 def restore(state: TrainState, allocation: Allocation) -> dict[str, Any]:
-    """Give optimizer and stateful fields what was read; return the changes of the other fields."""
+    """Load optimizer and stateful fields; return the changes of the other fields."""
     if allocation.optimizer is not None:
         # In place: optimizers that share their state with others hold the same dictionary.
         state.optimizer.state.clear()
@@ -308,7 +308,7 @@ def restore(state: TrainState, allocation: Allocation) -> dict[str, Any]:
     if (average := average_of(state)) is not None and not any(
         key.startswith(_AVERAGE) for key in allocation.tensors
     ):
-        average.restart()  # with the weights that were read
+        average.restart()  # together with the weights
     changes = {}
     for name, field in saved_fields(state).items():
         if name not in allocation.fields:
@@ -324,14 +324,14 @@ def restore(state: TrainState, allocation: Allocation) -> dict[str, Any]:
 def find_mismatch(
     described: dict[str, Any], manifest: dict[str, Any], optional: Collection[str] = ()
 ) -> str | None:
-    """Compare a state with a checkpoint; return what does not fit, or None.
+    """Compare a state with a checkpoint; return the first mismatch, or None.
 
     Args:
         described: What all ranks' states hold, merged; see ``collect``.
         manifest: The checkpoint's manifest.
         optional: Fields that may be missing there; see ``optional_fields``.
     """
-    if _TOKENS not in manifest["model"]:  # of a version that did not tell padding from tokens
+    if _TOKENS not in manifest["model"]:  # written before padding was distinguished from tokens
         facts = {k: v for k, v in described["model"].items() if k != _TOKENS}
         described = {**described, "model": facts}
     both, saved = (described, manifest), manifest["fields"]
@@ -369,7 +369,7 @@ def find_mismatch(
 
 
 def encode(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
-    """Turn a value into a tree, moving its tensors to ``tensors``.
+    """Convert a value to a JSON tree, moving its tensors to ``tensors``.
 
     Args:
         value: The value.
@@ -388,7 +388,7 @@ def encode(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
         return value
     if isinstance(value, dict) and all(isinstance(k, bool | int | float | str) for k in value):
         return {"$dict": [[k, encode(v, f"{key}.{k}", tensors)] for k, v in value.items()]}
-    if type(value) in (list, tuple):  # a named tuple would not come back as one
+    if type(value) in (list, tuple):  # a named tuple would be read back as a tuple
         tag = "$list" if type(value) is list else "$tuple"
         return {tag: [encode(v, f"{key}.{i}", tensors) for i, v in enumerate(value)]}
     raise TypeError(
@@ -399,12 +399,12 @@ def encode(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _field_maker(value: Any, specs: Mapping[str, Any]) -> Callable[[str, Any], Tensor]:
-    """Return what makes the tensors of a field; those of an optimizer follow its parameters."""
+    """Return the allocator of a field's tensors; an optimizer's follow its parameters."""
     groups = value.param_groups if isinstance(value, Optimizer) else []
     owners = [(parameter, group) for group in groups for parameter in group["params"]]
 
     def make(key: str, current: Any) -> Tensor:
-        # An optimizer's state_dict files entries under the position of their parameter.
+        # An optimizer's state_dict keys entries by the index of their parameter.
         number = re.match(r"state\.\w+\.state\.(\d+)\.", key) if owners else None
         owner = owners[int(number[1])] if number else (None, {})
         return _new_tensor(specs, *owner, key, current)
@@ -419,7 +419,7 @@ def _new_tensor(
     key: str,
     current: Any,
 ) -> Tensor:
-    """Make an entry as its owner would have made it, for this layout and device.
+    """Allocate an optimizer entry as the optimizer would, for this layout and device.
 
     Args:
         specs: Shapes and dtypes in the checkpoint, by key.
@@ -457,7 +457,7 @@ def decode(
     tensors: dict[str, Any],
     make: Callable[[str, Any], Tensor],
 ) -> Any:
-    """Build a value from a tree.
+    """Rebuild a value from a tree.
 
     Args:
         node: The tree.
@@ -480,7 +480,7 @@ def decode(
 
 
 def check_optimizer_state(state: TrainState) -> set[str]:
-    """Refuse optimizers whose state a checkpoint would not keep: they would resume without it.
+    """Raise for optimizers that keep state where a checkpoint does not find it.
 
     Returns:
         Members of the optimizer that should have state after a good step and have none on this
@@ -518,7 +518,7 @@ def _check_inner(optimizer: Any) -> None:
 
 
 def has_average(description: dict[str, Any]) -> bool:
-    """Whether a state that is described, or a checkpoint, has averages of its weights."""
+    """Whether a description or a checkpoint has averaged weights."""
     return any(_below(_AVERAGE, description))
 
 
@@ -553,7 +553,7 @@ def _allocate_optimizer(
 
 
 def _optimizer_parameters(state: TrainState) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters by name; refuses state that belongs to none of them."""
+    """Return the optimizer's parameters by name; raise for state that belongs to none."""
     names = {parameter: name for name, parameter in state.model.named_parameters()}
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     for key in state.optimizer.state.keys() - set(parameters):
@@ -586,7 +586,7 @@ def _is_stateful(value: Any) -> bool:
 
 
 def _value(state: TrainState, name: str) -> Any:
-    """Return a field's value, or what its ``state_dict`` makes of it."""
+    """Return a field's value, or its ``state_dict``."""
     value = getattr(state, name)
     return value.state_dict() if _is_stateful(value) else value
 
@@ -606,7 +606,7 @@ def _encode_entries(
     encoded = {}
     for entry, value in entries.items():
         key = f"optimizer.{name}.{entry}"
-        # A shard that looks like a whole tensor: one rank's would overwrite all others'.
+        # A shard taken for a whole tensor: one rank's would overwrite all others'.
         is_plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
         if is_sharded and is_plain and value.ndim:
             raise TypeError(
@@ -626,13 +626,13 @@ def _model_facts(model: nn.Module) -> dict[str, Any]:
         inner = value if isinstance(value, dict) else {}
         facts |= {f"{name}.{key}": each for key, each in inner.items() if key not in _NOT_FACTS}
         facts |= {} if inner or name in _NOT_FACTS else {name: value}
-    if facts.get(_TOKENS) in (None, facts.get("vocab_size")):  # nothing is padded
+    if facts.get(_TOKENS) in (None, facts.get("vocab_size")):  # no padding
         facts.pop(_TOKENS, None)
     return {k: v for k, v in facts.items() if isinstance(v, str | int | float | None)}
 
 
 def _adapter_facts(model: nn.Module) -> dict[str, dict[str, Any]]:
-    """Facts of adapters that no shape shows, by the name of the first factor."""
+    """Return the settings of adapters that shapes do not show, by the first factor's name."""
     return {
         f"{name}.{layer.factor_names(matrix)[0]}".lstrip("."): {
             "alpha": adapter.alpha,
@@ -654,7 +654,7 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _per_rank(tree: Any) -> list[Any]:
-    """Return the trees of a field that each rank has for itself, with their ranks."""
+    """Return the ranks and trees of a field with one value per rank."""
     return tree.get(_RANKS, []) if isinstance(tree, dict) else []
 
 
@@ -663,7 +663,7 @@ def _holders(tree: Any) -> str:
 
 
 def _below(prefix: str, description: dict[str, Any]) -> dict[str, str]:
-    """Return dtype and shape of the tensors whose keys begin with a prefix, without it."""
+    """Return dtype and shape of the tensors under a key prefix, by the rest of the key."""
     return {
         key.removeprefix(prefix): f"{spec['dtype']} {spec['shape']}"
         for key, spec in description["tensors"].items()

@@ -1,1 +1,1 @@
-"""Replica groups that come and go: who takes part in a step, and the state of one that joins."""
+"""Replica groups that join and leave: a step's participants, and the state of a joining one."""

@@ -1,4 +1,4 @@
-"""Replica groups that join and leave a run, kept track of by torchft.
+"""Replica groups that join and leave a run, tracked by torchft.
 
 torchft's lighthouse knows which groups are alive. Before each step it names those that take part
 (a *quorum*); one that is behind gets the state of one that is not. A group whose rank is lost is
@@ -36,10 +36,10 @@ from forgekit.steps.replicas import OneGroup, Part
 from forgekit.terminal import tell
 
 GRACE_S = 10.0
-"""How long a process whose group is lost may take to end by itself, as a failed collective does."""
+"""Grace period in which a process of a lost group may end through a failed collective."""
 
 MEETINGS = 2**30
-"""More than there are quorums in a run; see ``_rank_of``."""
+"""More than the number of quorums in a run; see ``_rank_of``."""
 
 StateT = TypeVar("StateT", bound=TrainState)
 
@@ -57,7 +57,7 @@ def join_replicas(
     quorum_timeout_s: float = 600.0,
     retries: int | None = 100,
 ) -> ReplicaGroup | OneGroup:
-    """Let this group of ranks take part in a run of several such groups.
+    """Join this group of ranks to a run of several such groups.
 
     Every rank of the group calls it, after a checkpoint was loaded. The groups have the same model,
     layout, optimizer and data, each its own launcher and its own run directory.
@@ -91,8 +91,7 @@ def join_replicas(
     settings = {key: repr(value) for key, value in {"seed": state.seed, **settings}.items()}
     group = ReplicaGroup(state, {"data": fingerprint, "settings": settings}, also)
     rank, world = process_rank(), world_of(state.mesh)
-    # The store that torchft's manager looks for: without one it waits forever. And a number of this
-    # start, the same on all ranks.
+    # torchft's manager waits forever without a store. The start's number is the same on all ranks.
     host = socket.gethostname()
     if rank == 0:
         group._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
@@ -118,7 +117,7 @@ def join_replicas(
         quorum_timeout=timedelta(seconds=quorum_timeout_s),
         connect_timeout=timeout,
         checkpoint_transport=transport(timeout=timeout, num_chunks=0),
-        use_async_quorum=False,  # which rows are a group's has to be known before its first one
+        use_async_quorum=False,  # a group's rows must be known before its first one
         init_sync=False,
         max_retries=retries,
     )
@@ -127,7 +126,7 @@ def join_replicas(
 
 
 class ReplicaGroup:
-    """This group among those that torchft keeps track of; ``join_replicas`` makes one."""
+    """This group among those that torchft tracks; made by ``join_replicas``."""
 
     def __init__(
         self, state: TrainState, facts: Mapping[str, Any], also: Mapping[str, Any]
@@ -140,8 +139,8 @@ class ReplicaGroup:
         self._groups: Any = None
         self._manager: Any = None
         self._lifeline: Any = None
-        self._origin = 0  # where the bits of the state come from; see `_rank_of`
-        self._due = state.step  # the highest step to which the groups have come
+        self._origin = 0  # origin of the state's bits; see `_rank_of`
+        self._due = state.step  # the furthest step of all groups
         self._state: TrainState | None = None  # to be sent
         self._sent: dict[str, Any] | None = None  # by another group
 
@@ -149,17 +148,17 @@ class ReplicaGroup:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:  # else the other ranks of this group end too, whatever they wait for
+        if kind is None:  # else the group's other ranks end too, whatever they wait for
             self._lifeline.close()
         self._leave()
 
     def _leave(self) -> None:
-        """Leave the groups, which go on without this one."""
+        """Leave the run, which continues without this group."""
         self._groups.abort()
         self._manager.shutdown(wait=False)
 
     def begin(self, state: StateT) -> tuple[StateT, Part]:
-        """Wait for the groups of the next step, and take over their state if this one is behind.
+        """Wait for the next step's groups; copy their state if this group is behind.
 
         Args:
             state: The state of this group; consumed if it is behind.
@@ -176,7 +175,7 @@ class ReplicaGroup:
                 "accumulate and reduce_totals, and update only where it returns totals."
             )
         while True:
-            self._most(0)  # a rank that is gone is noticed here; the manager would wait for it
+            self._most(0)  # fails if a rank is gone; the manager would wait for it
             self._manager.load_state_dict({"step": self._rank_of(state), "batches_committed": 0})
             self._state, self._sent = state, None
             self._manager.start_quorum()
@@ -204,9 +203,9 @@ class ReplicaGroup:
             return state, part
 
     def sum(self, tensors: Sequence[Tensor]) -> bool:
-        """Add tensors over the groups, all at a time."""
+        """Sum tensors over the groups, all in one call."""
         if self._manager.num_participants() > 1:
-            # Its default is the average over the groups.
+            # The default is the average.
             total = dist.ReduceOp.SUM
             for work in [self._manager.allreduce(t, reduce_op=total) for t in tensors]:
                 work.wait()
@@ -218,7 +217,7 @@ class ReplicaGroup:
         """Vote on the step with the other ranks of this group."""
         if not good:
             self._manager.report_error(RuntimeError("the step cannot be committed"))
-            # Those that still wait for this group would do so until their collective times out.
+            # Else groups would wait for this one until their collective times out.
             self._groups.abort()
         self._most(0)  # as in `begin`
         is_committed = self._manager.should_commit()
@@ -228,11 +227,11 @@ class ReplicaGroup:
         return is_committed
 
     def _rank_of(self, state: TrainState) -> int:
-        """What decides which group gives its state to the others: the highest does.
+        """Compute the rank among groups: the highest one sends its state to the others.
 
-        Groups that committed a step in the same quorum have bitwise the same state, and those that
-        had it from them. Another quorum that did the step again added up in another order: of two
-        such states the later one counts. Where all have just started, any does.
+        Groups that committed a step in the same quorum, or received it from one that did, have
+        bitwise the same state. A quorum that redid the step summed in another order; the later
+        one counts. If all have just started, any does.
         """
         return 2 * MEETINGS * state.step + self._origin
 
@@ -243,10 +242,10 @@ class ReplicaGroup:
         return {"state": sent, "also": also, "origin": self._origin}
 
     def _receive(self, sent: dict[str, Any]) -> None:
-        self._sent = sent  # `begin` looks at it first, together with the other ranks
+        self._sent = sent  # `begin` checks it first, together with the other ranks
 
     def _most(self, *numbers: int) -> list[int]:
-        """The largest of each number over the ranks of this group."""
+        """Reduce numbers to their maximum over the ranks of this group."""
         if self._world == 1:
             return [*numbers]
         largest = torch.tensor(numbers, dtype=torch.int64, device=self._device)
@@ -283,7 +282,7 @@ class Lifeline:
     def close(self) -> None:
         """Let this rank end without ending the others."""
         for peer in self._peers:
-            with suppress(OSError):  # it has ended before
+            with suppress(OSError):  # ended before
                 peer.sendall(b".")
 
 

@@ -1,6 +1,6 @@
-"""A state on its way from one replica group to another: what a checkpoint holds, without a file.
+"""Transfer of a state between replica groups: a checkpoint's content without files.
 
-Each rank sends what it holds to the rank of the same number, so nothing is gathered or split.
+Each rank sends its tensors to the rank of the same number; nothing is gathered or split.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ StateT = TypeVar("StateT", bound=TrainState)
 
 
 def parts_of(state: TrainState, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """List what this rank holds of a state: tensors that are not copied, and their description.
+    """List this rank's part of a state: tensors, not copied, and their description.
 
     Args:
         state: The state; it must not change before the parts have been sent.
@@ -40,7 +40,7 @@ def parts_of(state: TrainState, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_other(state: TrainState, facts: Mapping[str, Any], sent: Mapping[str, Any]) -> str | None:
-    """Say why a state cannot be replaced by one that was sent; None if it can.
+    """Return why a state cannot be replaced by a received one; None if it can.
 
     Args:
         state: The state of this group.
@@ -72,7 +72,7 @@ def find_other(state: TrainState, facts: Mapping[str, Any], sent: Mapping[str, A
 
 @torch.no_grad()
 def take_parts(state: StateT, sent: dict[str, Any]) -> StateT:
-    """Replace a state by one that was sent, in place, and donate it.
+    """Replace a state by a received one, in place, and donate it.
 
     Args:
         state: A state for which ``find_other`` finds nothing.
