@@ -1,1 +1,1 @@
-"""What a model can do now: losses of other data, text, and bad steps looked at again."""
+"""Evaluation: losses on other data, generated text, and replays of bad steps."""

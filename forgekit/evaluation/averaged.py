@@ -1,4 +1,4 @@
-"""The average of the weights in place of the weights, for an evaluation or a sample."""
+"""Averaged weights for an evaluation or a sample."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forgekit.tensors import local
 
 @contextmanager
 def averaged(state: TrainState) -> Iterator[TrainState]:
-    """Put the average in place of the weights within the block, in place, and the weights back.
+    """Replace the weights by their average within the block, in place.
 
     The weights are the same bits afterwards, also where the block raises. The average is
     ``state.average``; without one, a schedule-free optimizer's evaluation point. Do not train
@@ -52,9 +52,9 @@ def averaged(state: TrainState) -> Iterator[TrainState]:
 
 
 def _averages(state: TrainState) -> Mapping[Tensor, Tensor]:
-    """This rank's parts of averages, by parameter."""
+    """Return this rank's shards of averages, by parameter."""
     modules = fsdp_modules(*state.layout.roots(state.model))
-    release(modules)  # parameters that are gathered would not be the optimizer's
+    release(modules)  # gathered parameters are not the optimizer's
     if (average := average_of(state)) is not None:
         return {average.parameters[name]: local(value) for name, value in average.values.items()}
     optimizer = state.optimizer
@@ -72,4 +72,4 @@ def _averages(state: TrainState) -> Mapping[Tensor, Tensor]:
 def _write(state: TrainState, values: Mapping[Tensor, Tensor]) -> None:
     for parameter, value in values.items():
         local(parameter.detach()).copy_(value)
-    release(fsdp_modules(*state.layout.roots(state.model)))  # what is gathered is old now
+    release(fsdp_modules(*state.layout.roots(state.model)))  # gathered parameters are stale now

@@ -1,4 +1,4 @@
-"""Token-exact evaluation of one set or several: sums over all targets of all ranks, divided once.
+"""Token-exact evaluation: sums over the targets of all ranks, divided once.
 
 The loss of a token depends on what the tokenizer makes a token. So ids of another tokenizer are
 refused by name, and bits per byte are reported beside the loss where the bytes are known.
@@ -36,7 +36,7 @@ from forgekit.steps.totals import LossSums, mean_metrics, reduce_losses
 
 
 class Stop(Vote, Protocol):
-    """What an evaluation asks of a ``StopSignal``."""
+    """The interface that an evaluation needs from a ``StopSignal``."""
 
     @property
     def requested(self) -> bool:
@@ -45,12 +45,12 @@ class Stop(Vote, Protocol):
 
 
 FOLD = 64
-"""Micro-batches whose losses are kept; the sets of an evaluation may have a million."""
+"""Micro-batches whose losses are kept before they are summed; a set may have a million."""
 PREPARE = "forgekit prepare PATH --out DIR --tokenizer TOKENIZER.JSON"
 
 
 class Results(TensorDict):
-    """Numbers of an evaluation, which it shows; a TensorDict shows shapes."""
+    """Metrics of an evaluation; unlike a TensorDict it prints values."""
 
     def __repr__(self) -> str:
         numbers: dict[str, Any] = self.to_dict()
@@ -69,7 +69,7 @@ def evaluate(
     trained_on: Any = None,
     audit: bool = True,
 ) -> TensorDict:
-    """Measure the mean loss over every target of one data set or of several, without dropout.
+    """Compute the mean loss over all targets of one or several data sets, without dropout.
 
     The mean is over targets, not over batches: how a set is split does not matter. Nothing in
     ``state`` changes, so it is not donated.
@@ -140,7 +140,7 @@ def _evaluate_one(
     *,
     audit: bool,
 ) -> dict[str, torch.Tensor]:
-    """Results of one set by metric; none if the evaluation was stopped."""
+    """Evaluate one set; return its metrics, empty if the evaluation was stopped."""
     layout = state.layout
     known_bytes = getattr(getattr(batches, "dataset", None), "bytes_per_token", None)
     if stop is not None and layout.stages is None:
@@ -159,7 +159,7 @@ def _evaluate_one(
         of = f" of set {name!r}" if name else ""
         raise ValueError(f"evaluate got no micro-batch{of}; every rank must bring at least one.")
     totals = sums.totals(state.loss_scale, samples=0)
-    if sums.is_nll:  # a name among the sums, which stages without a loss learn from the last one
+    if sums.is_nll:  # a name among the sums, which stages without a loss receive from the last one
         totals = totals.plus(nll=torch.zeros_like(totals["loss"]))
     totals = reduce_losses(totals, state)
     loss = totals["loss"] / totals["targets"]
@@ -174,11 +174,11 @@ def _evaluate_one(
 
 
 def _check_tokenizers(state: TrainState, sets: Mapping[str, Any], trained_on: Any) -> None:
-    """Refuse sets whose ids mean something else than the model's, as far as they say so."""
-    # Of our own models and of those of transformers; others may not say it.
+    """Raise if a set's recorded tokenizer is not the model's."""
+    # forgekit's models and those of transformers record it; others may not.
     sizes = getattr(state.model, "spec", None) or getattr(state.model, "config", None)
     vocabulary = tokens_of(sizes)
-    used: dict[str, str] = {}  # checksum of each tokenizer -> what it was used for
+    used: dict[str, str] = {}  # checksum of each tokenizer -> its user
     datasets = {f"set {name!r}" if name else "the set": one for name, one in sets.items()}
     for where, one in {"the training data": trained_on, **datasets}.items():
         dataset = getattr(one, "dataset", one)

@@ -1,4 +1,4 @@
-"""Sampling of many prompts at once, for looking at a model, for evaluations and for rollouts."""
+"""Batched sampling, for samples, evaluations and rollouts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ log = logging.getLogger("forgekit")
 
 
 class Generated(NamedTuple):
-    """Tokens and how likely they were.
+    """Sampled tokens and their log-probabilities.
 
     Attributes:
         ids: What ``generate`` returns without ``log_probs``.
@@ -63,7 +63,7 @@ def generate(
     samples: Sequence[int] | None = None,
     log_probs: bool = False,
 ) -> Any:
-    """Continue prompts, token by token.
+    """Continue prompts by sampling.
 
     A row's text depends on its prompt, on ``(seed, sample number)`` and on the weights, and not on
     the rows beside it: each sample number has random numbers of its own, and a token is the first
@@ -121,7 +121,7 @@ def generate(
         check_integers(max_new_tokens=(max_new_tokens, 0))
         draw = _Draw(temperature, top_k, top_p, eos_id, log_probs)
         rows = _rows(prompts, may_be_empty=ranks.are_several)
-        if ranks.are_several:  # where the error of an embedding would leave the others waiting
+        if ranks.are_several:  # where an embedding's error would leave the others waiting
             _check_ids(model, rows)
         device = rows[0].device if rows else next(model.parameters()).device
         ending_ids = [*stop] if eos_id is None else [*stop, [eos_id]]
@@ -133,7 +133,7 @@ def generate(
     with (
         evaluating(model, layout),
         with_sockets(model, layout.sockets),
-        torch.compiler.set_stance("force_eager"),  # every length is new
+        torch.compiler.set_stance("force_eager"),  # lengths change with every token
         ExitStack() as caches,
     ):
         _continue(_Reader(model, layout, text, caches), draw, endings, ranks)
@@ -150,7 +150,7 @@ def generate(
 def write_sample(
     state: TrainState, out: str | os.PathLike[str], tokenizer: Any, prompt: str, **options: Any
 ) -> str:
-    """Continue a text and keep it as ``samples/step_00000100.txt`` in the run directory.
+    """Continue a text and write it to ``samples/step_00000100.txt`` in the run directory.
 
     Every rank calls it; the first one writes.
 
@@ -174,7 +174,7 @@ def write_sample(
 
 
 class _Text:
-    """The rows as they grow.
+    """The growing rows.
 
     Attributes:
         ids: ``[b s+n]``, each row from its first position on.
@@ -198,17 +198,17 @@ class _Text:
         self.is_bad = torch.zeros_like(self.lengths, dtype=torch.bool)
 
     def last(self, count: int = 1) -> Tensor:
-        """The last tokens of each row, ``[b count]``."""
+        """Return the last tokens of each row, ``[b count]``."""
         first = self.lengths[:, None] + (self.made - count)
         return self.ids.gather(1, first + torch.arange(count, device=self.ids.device))
 
     def append(self, chosen: Tensor) -> None:
-        """Add one token, ``[b]``, to each row."""
+        """Append a token to each row, ``[b]``."""
         self.ids.scatter_(1, self.lengths[:, None] + self.made, chosen[:, None])
         self.made += 1
 
     def result(self, *, is_list: bool) -> tuple[Any, Any]:
-        """The tokens and their log-probabilities, as the prompts came."""
+        """Return tokens and log-probabilities in the order of the prompts."""
         if not is_list:
             return self.ids[:, : self.longest + self.made], self.log_probs[:, : self.made]
         made = self.ends.clamp(max=self.made).tolist()
@@ -219,7 +219,7 @@ class _Text:
 
 @attrs.frozen
 class _Draw:
-    """How a token is drawn from logits."""
+    """Sampling of a token from logits."""
 
     temperature: float
     top_k: int | None
@@ -244,18 +244,18 @@ class _Draw:
             )
 
     def __call__(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Draw a token of each row, ``[b v]`` -> ``[b]``, and its log-probability if asked for."""
+        """Draw a token per row, ``[b v]`` -> ``[b]``, with its log-probability if requested."""
         temperature = self.temperature if self.temperature >= LEAST_TEMPERATURE else 0.0
         if temperature == 0:
             chosen = logits.argmax(-1, keepdim=True)
         else:
-            scaled = logits.double() / temperature  # which no float32 overflows
+            scaled = logits.double() / temperature  # no float32 overflows it
             if self.top_k is not None and self.top_k < logits.shape[-1]:
                 scaled = _keep_top(scaled, self.top_k)
             if self.top_p is not None:
                 scaled = _keep_likely(scaled, self.top_p)
             sums = scaled.softmax(-1).cumsum(-1)
-            # The first sum above: a token of probability 0 never has it.
+            # The first cumulative sum above it, which a token of probability 0 never has.
             chosen = (sums <= uniforms[:, None] * sums[:, -1:]).sum(-1, keepdim=True)
         if not self.log_probs:
             return chosen[:, 0], None
@@ -263,7 +263,7 @@ class _Draw:
 
 
 def _keep_top(logits: Tensor, count: int) -> Tensor:
-    """Leave the largest so many, of equal ones the first."""
+    """Mask all but the top-k logits; of equal ones the first stay."""
     least = logits.topk(count).values[:, -1:]
     above, is_least = logits > least, logits == least
     is_in = is_least.cumsum(-1) <= count - above.sum(-1, keepdim=True)
@@ -271,20 +271,20 @@ def _keep_top(logits: Tensor, count: int) -> Tensor:
 
 
 def _keep_likely(logits: Tensor, share: float) -> Tensor:
-    """Leave the fewest most likely tokens that together have a share of the probability."""
+    """Mask all but the fewest tokens that reach a probability mass (top-p)."""
     probabilities, order = logits.softmax(-1).sort(descending=True, stable=True)
-    before = probabilities.cumsum(-1) - probabilities  # the most likely one always stays
+    before = probabilities.cumsum(-1) - probabilities  # the most likely token always stays
     is_out = (before >= share).scatter(1, order, before >= share)
     return logits.masked_fill(is_out, float("-inf"))
 
 
 def _window(layout: Layout) -> int:
-    """Most positions that run through a model."""
+    """Return the maximum number of positions per forward."""
     return (layout.longest or 2**31) // layout.sequence * layout.sequence
 
 
 class _Reader:
-    """Runs a model over the text: all of it, or with caches what is new."""
+    """Runs a model over the text, with caches over new tokens only."""
 
     def __init__(self, model: nn.Module, layout: Layout, text: _Text, caches: ExitStack) -> None:
         self.model, self.layout, self.text, self._caches = model, layout, text, caches
@@ -295,7 +295,7 @@ class _Reader:
         caches.enter_context(with_sockets(model, sockets))
 
     def __call__(self) -> Tensor:
-        """Logits of the token that comes next in each row, ``[b v]`` float32 or wider."""
+        """Compute the next token's logits of each row, ``[b v]`` float32 or wider."""
         text, end = self.text, self.text.longest + self.text.made
         if end > self._window and (text.made == 0 or end == self._window + 1):
             log.warning(
@@ -305,10 +305,10 @@ class _Reader:
                 *(text.longest, self._window, self._window),
             )
         if self._new is not None and end > self._new.room:
-            self._caches.close()  # and the rest as a model without caches
+            self._caches.close()  # further ones as in a model without caches
             self._new = None
         if (new := self._new) is None:
-            # The last tokens that fit; padding behind them changes nothing before it.
+            # The last tokens that fit; padding after them has no influence.
             ends, width = text.lengths + text.made, min(end, self._window)
             firsts = (ends - width).clamp(min=0)
             columns = firsts[:, None] + torch.arange(width, device=firsts.device)
@@ -323,7 +323,7 @@ class _Reader:
         return self._logits(text.last(), torch.zeros_like(new.at), position_ids=positions)
 
     def stand_in(self) -> None:
-        """Run the model once for ranks that go on: those that share its weights run together."""
+        """Run the model once for ranks that still sample: ranks that share weights run together."""
         self._caches.close()
         self.model(torch.zeros(1, self._padded(1), dtype=torch.int64, device=self.text.ids.device))
 
@@ -333,9 +333,9 @@ class _Reader:
     def _logits(
         self, ids: Tensor, last: Tensor, *, has_head: bool = False, **options: Any
     ) -> Tensor:
-        """Logits at one position of each row, ``[b]``."""
+        """Compute logits at one position per row, ``[b]``."""
         each = torch.arange(len(ids), device=ids.device)
-        if has_head and self.layout.tensor == 1:  # logits of all positions may not fit
+        if has_head and self.layout.tensor == 1:  # logits of all positions may not fit into memory
             linear = linear_by_tile if is_batch_invariant(self.model) else F.linear
             options["head"] = lambda hidden, weight: linear(hidden[each, last], weight)
         ids = F.pad(ids, (0, self._padded(ids.shape[1]) - ids.shape[1]))
@@ -348,14 +348,14 @@ class _Reader:
 
 @attrs.frozen
 class _Ranks:
-    """The ranks that share a model's weights, and so have to run it equally often."""
+    """The ranks that share a model's weights, which must run it equally often."""
 
     layout: Layout
     are_several: bool
 
     @contextmanager
     def raising_together(self) -> Iterator[None]:
-        """Raise on all ranks what one of them raises inside; they would wait for it for ever."""
+        """Raise an error of the block on all ranks; else they would wait forever."""
         if not self.are_several:
             yield
             return
@@ -367,7 +367,7 @@ class _Ranks:
         raise_together(problem)
 
     def check_alike(self, text: _Text, asked: list[Any]) -> None:
-        """Raise if ranks that share a sequence were asked for different texts."""
+        """Raise if ranks that share a sequence got different prompts."""
         size = self.layout.context * self.layout.tensor
         if not self.are_several or size == 1:
             return
@@ -382,7 +382,7 @@ class _Ranks:
                 )
 
     def any(self, goes_on: bool, device: torch.device) -> bool:
-        """Whether any rank goes on; a collective."""
+        """Whether the value is true on any rank; a collective."""
         if not self.are_several:
             return goes_on
         flag = torch.tensor(int(goes_on), device=device)
@@ -391,7 +391,7 @@ class _Ranks:
 
 
 def _continue(read: _Reader, draw: _Draw, endings: list[Tensor], ranks: _Ranks) -> None:
-    """Add tokens to a text until all rows have ended or it is full, on all ranks."""
+    """Append tokens until all rows of all ranks have ended or are full."""
     text = read.text
     rows, room = text.uniforms.shape
     ended = torch.zeros_like(text.is_bad)
@@ -410,16 +410,16 @@ def _continue(read: _Reader, draw: _Draw, endings: list[Tensor], ranks: _Ranks) 
             text.log_probs[:, number] = likely.masked_fill(ended, 0.0)
         is_end = torch.zeros_like(ended)
         for ids in endings:
-            if len(ids) <= text.made:  # a prompt's tokens end no row
+            if len(ids) <= text.made:  # prompts do not end rows
                 is_end |= (text.last(len(ids)) == ids).all(1)
         text.ends = torch.where(is_end & ~ended, number + 1, text.ends)
         ended = ended | is_end
-        # Looking at `ended` makes the host wait, so only where a row can end before the others.
+        # Reading `ended` makes the host wait, so only if rows can end early.
         goes_on = text.made < room and not (endings and bool(ended.all()))
 
 
 def _rows(prompts: Any, *, may_be_empty: bool) -> list[Tensor]:
-    """The prompts as 1-D tensors of ids."""
+    """Convert prompts to 1-D tensors of ids."""
     rows = [torch.as_tensor(row) for row in prompts]
     if not (rows or may_be_empty) or any(row.ndim != 1 or not len(row) for row in rows):
         shapes = brief([tuple(row.shape) for row in rows])
@@ -430,7 +430,7 @@ def _rows(prompts: Any, *, may_be_empty: bool) -> list[Tensor]:
 
 
 def _check_ids(model: Any, rows: list[Tensor]) -> None:
-    """Raise if a prompt holds an id that a model which says its vocabulary has not."""
+    """Raise if a prompt has an id outside the model's vocabulary, if that is known."""
     vocab_size = tokens_of(getattr(model, "spec", None))
     if rows and vocab_size is not None:
         smallest, largest = (int(end) for end in torch.cat(rows).aminmax())
@@ -442,7 +442,7 @@ def _check_ids(model: Any, rows: list[Tensor]) -> None:
 
 
 def _uniforms(seed: int, samples: Sequence[int] | None, rows: int, count: int) -> Tensor:
-    """What each row's tokens are drawn with, ``[b n]`` float64 on the host."""
+    """Draw the uniforms for each row's tokens, ``[b n]`` float64 on the host."""
     numbers = range(rows) if samples is None else [*samples]
     for row, number in enumerate(numbers):
         if not is_integer(number):
@@ -456,7 +456,7 @@ def _uniforms(seed: int, samples: Sequence[int] | None, rows: int, count: int) -
 
 
 def _check_longest(window: int, text: _Text, log_probs: bool) -> None:
-    """Raise if log-probabilities were asked for that no training forward computes."""
+    """Raise if requested log-probabilities exceed what a training forward computes."""
     new = text.uniforms.shape[1]
     if log_probs and new and (longest := text.longest + new - 1) > window:
         raise ValueError(
@@ -467,7 +467,7 @@ def _check_longest(window: int, text: _Text, log_probs: bool) -> None:
 
 
 def _ending(ids: Sequence[int], device: torch.device) -> Tensor:
-    """A sequence that ends a row."""
+    """Return a token sequence that ends a row."""
     ending = torch.as_tensor(ids, device=device)
     if ending.ndim != 1 or not len(ending):
         raise ValueError(

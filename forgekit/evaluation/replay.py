@@ -1,4 +1,4 @@
-"""Look at one step of a run again: the samples it had, and where numbers stopped being finite."""
+"""Replay one step of a run: its samples, and where numbers stopped being finite."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from forgekit.steps.totals import with_gradient_square
 
 @attrs.frozen
 class Replay:
-    """What a step looked like.
+    """Description of a replayed step.
 
     Attributes:
         step: The step, as in ``metrics.jsonl``: 1 is the first.
@@ -50,9 +50,9 @@ class Replay:
 
 
 def replay_step(state: TrainState, batches: Iterable[TensorDictBase], loss_fn: LossFn) -> Replay:
-    """Compute a step's gradient again and say what it was like; nothing is updated.
+    """Recompute a step's gradient and describe it; nothing is updated.
 
-    Reads every layer on the host and runs each row by itself too, so it is slow.
+    Slow: every layer is read on the host, and each row is also run alone.
 
     Args:
         state: The state before the step, in one process.
@@ -91,7 +91,7 @@ def replay_step(state: TrainState, batches: Iterable[TensorDictBase], loss_fn: L
 
 @attrs.define
 class BadLayers:
-    """Where numbers first were not finite; None where they all were."""
+    """Where numbers first were not finite; None if all were."""
 
     output: str | None = None
     gradient: str | None = None
@@ -99,7 +99,7 @@ class BadLayers:
 
 @contextmanager
 def find_bad_layers(model: nn.Module) -> Iterator[BadLayers]:
-    """Watch a model's layers while it computes; reads each output and gradient on the host.
+    """Watch the outputs and gradients of a model's layers within the block, on the host.
 
     Args:
         model: A model whose modules are called in one process.
@@ -152,7 +152,7 @@ def _is_finite(tensor: Tensor) -> bool:
 def _losses(
     state: TrainState, loss_fn: LossFn, batches: list[TensorDictBase]
 ) -> list[tuple[float, float]]:
-    """Sum and count of each row, without dropout."""
+    """Compute loss sum and count of each row, without dropout."""
     with evaluating(state.model, state.layout):
         losses = [loss_fn(state.model, row) for batch in batches for row in batch.split(1)]
     return [(float(loss.sum), float(loss.count)) for loss in losses]

@@ -1,1 +1,1 @@
-"""Directories in the Hugging Face layout, into a model and out of it, in any layout."""
+"""Reading and writing of Hugging Face directories, for a model in any layout."""

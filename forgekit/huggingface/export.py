@@ -1,4 +1,4 @@
-"""What a fine-tuning run leaves: the model as a Hugging Face directory, and its adapters."""
+"""Exports of a fine-tuning run: the model as a Hugging Face directory, and its adapters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from forgekit.state import TrainState
 def check_new_directory(
     *, base: str | os.PathLike[str] | None = None, **directories: str | os.PathLike[str] | None
 ) -> None:
-    """Refuse a directory that a run could not write at its end, before it starts.
+    """Raise before a run for a directory that could not be written at its end.
 
     The first rank, which writes it, looks.
 
@@ -73,9 +73,9 @@ def export_tuned(
     base: str | os.PathLike[str],
     new_tokens: Sequence[str] = (),
 ) -> str:
-    """Write a fine-tuned model as a directory that transformers opens; every rank calls it.
+    """Write a fine-tuned model as a directory for transformers; every rank calls it.
 
-    Adapters are merged into what is written, and kept apart in peft's layout, which has none of
+    Adapters are merged into the weights, and also written in peft's layout, which has none of
     experts: as ``adapter/`` in the run directory. Weights have the dtype of the base's.
 
     Args:

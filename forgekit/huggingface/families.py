@@ -1,4 +1,4 @@
-"""The model families that a ``Transformer`` is: their ``config.json``, and their names on disk.
+"""Model families that ``Transformer`` implements: their ``config.json`` and names on disk.
 
 A family is a row of ``FAMILIES``. A dense one needs its row, with the defaults of its configuration
 class in transformers; a row of ``tests/huggingface_models.py``, so that the tests compare it
@@ -28,20 +28,20 @@ from forgekit.ranks import CheckpointError, explain
 Config = Mapping[str, Any]
 
 LOCAL_EXPERTS = "num_local_experts"
-"""How transformers writes the number of experts since its version 5."""
+"""Key of the number of experts in transformers 5."""
 
 KINDS = FULL, SLIDING = "full_attention", "sliding_attention"
 
 TRAINING_ONLY = frozenset(
     {"capacity", "aux_loss", "sequence_aux_loss", "z_loss", "bias_rate", "centered"}
 )
-"""Fields of a ``MoESpec`` that no config.json says anything about."""
+"""Fields of a ``MoESpec`` that no config.json has."""
 
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
 )
-"""Keys whose defaults each family has its own of."""
+"""Keys whose defaults differ by family."""
 
 SUPPORTED = MappingProxyType(
     {
@@ -57,7 +57,7 @@ SUPPORTED = MappingProxyType(
         "moe_layer_freq": (1, None),
     }
 )
-"""Values of keys that a ``Transformer`` has; with others a model computes something else."""
+"""Supported values of keys; with others a model computes something else."""
 
 BLOCK = MappingProxyType(
     {
@@ -104,7 +104,7 @@ class Family:
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
     def read(self, config: Config, max_seq_len: int | None = None) -> TransformerSpec:
-        """Read the sizes of a model.
+        """Read a spec from a configuration.
 
         Args:
             config: Its ``config.json``.
@@ -116,7 +116,7 @@ class Family:
             ValueError: If sizes do not fit together.
         """
         config = {**self.defaults, **config}
-        if self.has_qkv_bias:  # its class has no such key and always has the bias
+        if self.has_qkv_bias:  # its class has no such key: the bias is always there
             config.pop("attention_bias", None)
         length = max_seq_len or config["max_position_embeddings"]
         _check_supported(config, length)
@@ -143,13 +143,13 @@ class Family:
         )
 
     def write(self, spec: TransformerSpec) -> dict[str, Any]:
-        """Write the keys that a spec decides; ``read`` gives the spec back, if the family has it.
+        """Return the configuration keys of a spec; ``read`` inverts it for specs of the family.
 
         Raises:
             ValueError: If it has not; says what differs.
         """
         config = {"architectures": [self.architecture], "model_type": self.name, **_sizes(spec)}
-        # What a family may have, and a Transformer has not.
+        # Features of families that Transformer lacks.
         absent = {
             "mlp_bias": False,
             "use_sliding_window": False,
@@ -176,7 +176,7 @@ class Family:
     def _read_moe(self, config: Config) -> MoESpec:
         count = self.experts["experts"]
         config = {**config, count: config.get(count) or config[LOCAL_EXPERTS]}
-        # Not the defaults of MoESpec: a key that is null or left out has the family's.
+        # Absent or null keys have the family's defaults, not those of MoESpec.
         fields = {
             field: self.defaults.get(key) if config[key] is None else config[key]
             for field, key in self.experts.items()
@@ -197,7 +197,7 @@ class Family:
 
 
 def _sizes(spec: TransformerSpec) -> dict[str, Any]:
-    """What every family writes alike."""
+    """Return the keys that all families share."""
     return {
         "vocab_size": spec.vocab_size,
         "hidden_size": spec.dim,
@@ -218,7 +218,7 @@ def _sizes(spec: TransformerSpec) -> dict[str, Any]:
 
 
 def compare_specs(stored: TransformerSpec, built: TransformerSpec) -> list[str]:
-    """The first few things that two specs compute differently, in words.
+    """Describe the first few differences in what two specs compute.
 
     Not their context, dropout or router terms.
 
@@ -235,7 +235,7 @@ def compare_specs(stored: TransformerSpec, built: TransformerSpec) -> list[str]:
 
 
 def _computed(spec: TransformerSpec) -> dict[str, Any]:
-    """What a spec computes, by name."""
+    """Return the settings of a spec that change what is computed, by name."""
     names = ("tokens", "dim", "layers", "heads", "kv_heads", "channels", "qk_norm", "tied")
     values = {name: getattr(spec, name) for name in (*names, "norm_eps", "qkv_bias")}
     values = {"vocab_size": values.pop("tokens"), **values}
@@ -270,7 +270,7 @@ def family_named(name: str) -> Family | None:
 
 
 def rules(family: Family, spec: TransformerSpec, rows: int) -> Iterator[Rule]:
-    """How the tensors of a ``Transformer`` are found in a family's directories.
+    """Build the rules that map a ``Transformer``'s tensors to a family's directories.
 
     Args:
         family: The family.
@@ -310,7 +310,7 @@ def _feed_forward(name: str, key: str) -> Iterator[Rule]:
 
 
 def _sized(*sizes: int | None, **others: Any) -> Config:
-    """The defaults of a configuration class: of ``SIZES``, and of others."""
+    """Build the defaults of a configuration class, for ``SIZES`` and other keys."""
     return MappingProxyType({**dict(zip(SIZES, sizes, strict=True)), **others})
 
 
@@ -321,7 +321,7 @@ def _flag(config: Config, key: str) -> bool:
 
 
 def _check_supported(config: Config, length: int) -> None:
-    """Refuse what a ``Transformer`` does not have, by key and value."""
+    """Raise for features that ``Transformer`` lacks, by key and value."""
     types = config.get("layer_types") or ()
     more = [(key, has[0]) for key, has in SUPPORTED.items() if config.get(key, has[0]) not in has]
     for key, only in [*more, *(("layer_types", FULL) for kind in types if kind not in KINDS)]:
@@ -344,7 +344,7 @@ def _check_supported(config: Config, length: int) -> None:
 
 
 def _routed_blocks(config: Config) -> dict[str, int]:
-    """The first block with experts, and how far they are apart, where the configuration says so."""
+    """Return the first block with experts and their interval, if the configuration has them."""
     if "decoder_sparse_step" not in config:
         return {}
     layers, step = config["num_hidden_layers"], config["decoder_sparse_step"]
@@ -456,4 +456,4 @@ FAMILIES = (
         router={"router": "sigmoid", "selection_bias": True},
     ),
 )
-"""The families; a spec is written as the first of them that computes the same."""
+"""The families; a spec is written as the first that computes the same."""

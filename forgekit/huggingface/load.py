@@ -1,4 +1,4 @@
-"""Read a Hugging Face directory into a model, each rank what it holds and no more.
+"""Load a Hugging Face directory into a model; each rank reads only its shards.
 
 All headers are checked before the first value is written. A rank then goes through the files and
 copies the boxes that its shards need, straight into them.
@@ -38,16 +38,16 @@ from forgekit.ranks import CheckpointError, Ranks, explain, ranks_sharing
 from forgekit.tensors import box_of, local, named_tensors
 
 IGNORED = ".rotary_emb.inv_freq"
-"""End of names that old directories hold and nobody reads: computed from config.json."""
+"""Suffix of obsolete tensors in old directories, which are computed from config.json."""
 ROWS = 4096
-"""Rows of a table that are read at a time where their mean is asked for."""
+"""Rows of a table read at a time to compute their mean."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def huggingface_spec(
     directory: str | os.PathLike[str], *, max_seq_len: int | None = None
 ) -> TransformerSpec:
-    """Read the sizes of a model from the ``config.json`` of a Hugging Face directory.
+    """Read a model's spec from the ``config.json`` of a Hugging Face directory.
 
     Args:
         directory: Of a model of a family in ``forgekit.huggingface.families``.
@@ -81,7 +81,7 @@ def huggingface_spec(
 def load_huggingface(
     model: nn.Module, directory: str | os.PathLike[str], *, names: NameMap | None = None
 ) -> None:
-    """Read the weights of a Hugging Face directory into a model, in place.
+    """Load the weights of a Hugging Face directory into a model, in place.
 
     The model may be laid out in any way; then every rank calls it. Values are cast to the dtype
     that they have in the model. Rows of tokens that the directory has not become the mean of its
@@ -119,7 +119,7 @@ def load_huggingface(
 
 
 def check_named(model: nn.Module, names: NameMap | None) -> None:
-    """Refuse a model whose names on disk nobody knows."""
+    """Raise if a model's names on disk are unknown."""
     if names is None and not isinstance(model, Transformer) and not is_of_transformers(model):
         raise TypeError(
             f"model is a {type(model).__name__}; pass names=NameMap(rules, model), made of the "
@@ -139,18 +139,18 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def name_map(family: Family, spec: TransformerSpec, rows: int) -> NameMap:
-    """The names of a ``Transformer`` in a family's directories, with ``rows`` tokens there."""
+    """Return the names of a ``Transformer`` in a family's directories with ``rows`` tokens."""
     with torch.device("meta"):
         return NameMap(rules(family, spec, rows), Transformer(spec))
 
 
 def unpadded(spec: TransformerSpec, rows: int) -> TransformerSpec:
-    """The spec of the same model with ``rows`` tokens and no padding."""
+    """Return the spec of the same model with ``rows`` tokens and no padding."""
     return attrs.evolve(spec, vocab_size=rows, unpadded_vocab_size=None)
 
 
 def check_stored(names: NameMap, stored: Mapping[str, Stored], where: Path) -> None:
-    """Compare what a directory holds with what a model needs.
+    """Compare a directory's tensors with those that a model needs.
 
     Raises:
         CheckpointError: If tensors are missing, too many, or of another shape.
@@ -162,14 +162,14 @@ def check_stored(names: NameMap, stored: Mapping[str, Stored], where: Path) -> N
 
 
 def check_held(names: NameMap, tensors: Mapping[str, Tensor], ranks: Ranks, where: Path) -> None:
-    """Refuse a model that holds only some of what is named, on all its ranks together."""
+    """Raise, on every rank, if the model has only some of the named tensors."""
     held = {name for one in ranks.each(lambda: [*tensors]) for name in one}
     if lost := [name for name, parts in names.parts.items() if parts and name not in held]:
         raise CheckpointError(f"the model has no {lost[0]!r}, and {where} has values for it.")
 
 
 def held_parts(tensors: Mapping[str, Tensor], names: NameMap) -> Iterator[tuple[str, Box, Tensor]]:
-    """Yield what this rank holds of tensors on disk.
+    """Yield this rank's parts of tensors on disk.
 
     Args:
         tensors: A model's, by name.
@@ -186,7 +186,7 @@ def held_parts(tensors: Mapping[str, Tensor], names: NameMap) -> Iterator[tuple[
 
 
 def _ranges(tensor: Tensor) -> Box:
-    """Where in the whole tensor this rank's part is."""
+    """Return the ranges of this rank's part in the full tensor."""
     return tuple((start, start + size) for start, size in zip(*box_of(tensor), strict=True))
 
 
@@ -196,7 +196,7 @@ def _check(
     path: Path,
     names: NameMap | None,
 ) -> tuple[NameMap, dict[str, Stored]]:
-    """Compare a directory with a model; return the names on disk and what lies under them."""
+    """Check a directory against a model; return the name map and the stored tensors."""
     if (path / ADAPTER).is_file() and not lora_layers(model):
         raise CheckpointError(
             f"{path} has an {ADAPTER} beside its weights, so transformers adds an adapter to "
@@ -218,7 +218,7 @@ def _check(
     for name, tensor in tensors.items():
         for part in names.parts.get(name, ()):
             dtype = stored[part.key].dtype
-            # Quantized weights are integers; a cast would neither scale nor unpack them.
+            # Quantized weights are integers, which a cast would neither scale nor unpack.
             if dtype.is_floating_point != (tensor.is_floating_point() or is_packed(tensor)):
                 here, there = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
                 raise CheckpointError(
@@ -241,7 +241,7 @@ def _names_of(model: nn.Module, path: Path) -> NameMap:
     spec = model.spec
     family = family_of(config)
     stored = family.read(config, spec.max_seq_len)
-    rows = stored.tokens  # the first ones: new tokens and padding follow
+    rows = stored.tokens  # the first rows; new tokens and padding follow
     here = spec if spec.tokens < rows else unpadded(spec, rows)
     if different := compare_specs(stored, here):
         raise CheckpointError(
@@ -253,7 +253,7 @@ def _names_of(model: nn.Module, path: Path) -> NameMap:
 
 @torch.no_grad()
 def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str, Stored]) -> None:
-    """Read what a rank holds, in place, file by file."""
+    """Read this rank's parts, in place, file by file."""
     packed = {n: t for n, t in tensors.items() if n in names.parts and is_packed(t)}
     plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
     for name, rows in names.padded.items():
@@ -273,7 +273,7 @@ def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str
                 if target.is_floating_point() and not _is_finite(target):
                     raise CheckpointError(f"{key!r} in {path} holds values that are not finite.")
     for name, tensor in packed.items():
-        # The mean of all its values goes into each piece: a rank reads the whole, one at a time.
+        # Each piece needs the mean over the whole tensor, so a rank reads all, one at a time.
         parts = names.parts[name]
         shape = [max(stops) for stops in zip(*([b for _, b in p.box] for p in parts), strict=True)]
         whole = torch.empty(shape, dtype=stored[parts[0].key].dtype)
@@ -284,7 +284,7 @@ def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str
 def _mean_row(
     parts: Sequence[Part], stored: Mapping[str, Stored], rows: int, columns: Sequence[Any]
 ) -> Tensor:
-    """Mean of the rows on disk in float64, of a range of their columns; read a few at a time."""
+    """Compute the float64 mean of the rows on disk, for a range of columns, in pieces."""
     shape = [stop - start for start, stop in columns]
     total = torch.zeros(shape, dtype=torch.float64)
     for start in range(0, rows, ROWS):
@@ -299,7 +299,7 @@ def _mean_row(
 
 
 def _overlap(values: Tensor, box: Box, part: Part) -> tuple[Box, Tensor] | None:
-    """Find what of a part a rank holds.
+    """Return the overlap of a part with a rank's shard.
 
     Args:
         values: The rank's values.
@@ -316,7 +316,7 @@ def _overlap(values: Tensor, box: Box, part: Part) -> tuple[Box, Tensor] | None:
     view = values[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, box, strict=True))]
     view = view[0] if part.is_stacked else view
     view = view.mT if part.is_transposed else view
-    # From where the box begins in the model's tensor to where it does on disk.
+    # From the box's offset in the model's tensor to its offset on disk.
     begins = part.to_key([start for start, _ in part.box])
     moved = [there - here for here, (there, _) in zip(begins, part.key_box, strict=True)]
     pairs = zip(part.to_key(shared), moved, strict=True)

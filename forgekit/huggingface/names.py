@@ -1,4 +1,4 @@
-"""Which part of a tensor on disk is which part of a model's: rules that are put together.
+"""Rules that map parts of tensors on disk to parts of a model's tensors.
 
 A rule maps patterns of names. ``rename``, ``split`` and ``join`` begin one; ``stack``,
 ``transpose``, ``cast`` and ``pad`` take a rule and return one. In a pattern ``*`` is a part of a
@@ -23,12 +23,12 @@ from forgekit.tensors import named_tensors
 
 T = TypeVar("T")
 Box = tuple[tuple[int, int], ...]
-"""First and last index, exclusive, of each dimension."""
+"""Start and stop index of each dimension."""
 
 
 @attrs.frozen
 class Rule:
-    """How tensors of a model are stored on disk; made by the functions of this file.
+    """How a model's tensors are stored on disk; made by the functions of this file.
 
     Attributes:
         names: Patterns of names in the model; several share one tensor on disk.
@@ -63,7 +63,7 @@ def rename(name: str, key: str) -> Rule:
 
 
 def split(names: Iterable[str], key: str, *, dim: int = 0) -> Rule:
-    """Find several tensors side by side in one on disk, such as queries, keys and values.
+    """Split one tensor on disk into several of the model, such as queries, keys and values.
 
     Args:
         names: Their patterns, in the order on disk; all with the same ``*``.
@@ -77,7 +77,7 @@ def split(names: Iterable[str], key: str, *, dim: int = 0) -> Rule:
 
 
 def join(name: str, keys: Iterable[str], *, dim: int = 0) -> Rule:
-    """Find a tensor as several of one size on disk, which lie side by side in the model.
+    """Join several tensors of one size on disk into one of the model.
 
     Args:
         name: Its pattern.
@@ -91,7 +91,7 @@ def join(name: str, keys: Iterable[str], *, dim: int = 0) -> Rule:
 
 
 def stack(rule: Rule) -> Rule:
-    """Find each index of the first dimension as a tensor; its number is ``{}`` in the name on disk.
+    """Stack tensors on disk along the first dimension; ``{}`` in their name is the index.
 
     Examples:
         >>> rule = stack(rename("layers.*.experts.up", "layers.*.experts.{}.up_proj.weight"))
@@ -102,17 +102,17 @@ def stack(rule: Rule) -> Rule:
 
 
 def transpose(rule: Rule) -> Rule:
-    """Find the last two dimensions swapped, as GPT-2 keeps its matrices."""
+    """Swap the last two dimensions on disk, as GPT-2 stores its matrices."""
     return attrs.evolve(rule, is_transposed=not rule.is_transposed)
 
 
 def cast(rule: Rule, dtype: torch.dtype) -> Rule:
-    """Write in this dtype, whatever the model's is; what is read is cast to the model's anyway."""
+    """Write in this dtype, whatever the model's is; reading casts to the model's dtype."""
     return attrs.evolve(rule, dtype=dtype)
 
 
 def pad(rule: Rule, rows: int, *, tokens: int = 0) -> Rule:
-    """Find only the first rows on disk; the others are not written.
+    """Store only the first rows on disk.
 
     When read, rows below ``tokens`` become the mean of those on disk, and the others zero.
     """
@@ -120,13 +120,13 @@ def pad(rule: Rule, rows: int, *, tokens: int = 0) -> Rule:
 
 
 def leave_out(name: str) -> Rule:
-    """Say that a tensor is not on disk; reading leaves it as it is."""
+    """Leave a tensor out of files; reading keeps its value."""
     return Rule((name,), ())
 
 
 @attrs.frozen
 class Part:
-    """A box of a model's tensor, and the box of a tensor on disk with the same values.
+    """A box of a model's tensor and the box on disk with the same values.
 
     Attributes:
         name: Name in the model.
@@ -145,13 +145,13 @@ class Part:
     is_transposed: bool = False
 
     def to_key(self, sizes: Sequence[T]) -> tuple[T, ...]:
-        """Put what is known of each dimension of the model's tensor into the order on disk."""
+        """Reorder values per dimension of the model's tensor to the order on disk."""
         kept = tuple(sizes[1:] if self.is_stacked else sizes)
         return (*kept[:-2], kept[-1], kept[-2]) if self.is_transposed else kept
 
 
 class NameMap:
-    """Rules, applied to the tensors of a model.
+    """Rules applied to a model's tensors.
 
     Args:
         rules: What ``rename`` and the others returned.
@@ -187,11 +187,11 @@ class NameMap:
                 self.tokens[name] = rule.tokens
 
     def _take(self, part: Part, rule: Rule) -> None:
-        """Note what is on disk, and refuse what other values have been put there already."""
+        """Record a part on disk; raise if other values have been put there."""
         names, shape = self.names.setdefault(part.key, []), self.shapes.get(part.key)
         stops = tuple(stop for _, stop in part.key_box)
         if shape is not None:
-            # Tensors that share a key lie one behind the other: only the first begins at 0.
+            # Tensors that share a key follow one another; only the first begins at 0.
             starts_anew = not any(start for start, _ in part.key_box)
             if part.name in names or starts_anew or len(shape) != len(stops):
                 raise ValueError(
@@ -215,7 +215,7 @@ def _checked(rule: Rule) -> Rule:
 def _matches(
     rules: tuple[Rule, ...], tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Rule, list[str]]]:
-    """Each tensor with its rule and what stands for ``*``."""
+    """Yield each tensor with its rule and the match of ``*``."""
     patterns = [(rule, _compile(one), one) for rule in rules for one in rule.names]
     used: set[str] = set()
     for name in tensors:
@@ -245,7 +245,7 @@ def _fill(pattern: str, stars: list[str]) -> str:
 def _parts_of(
     name: str, rule: Rule, stars: list[str], tensors: Mapping[str, Tensor]
 ) -> Iterator[Part]:
-    """The parts of one tensor: of each key, and of each index of a stack."""
+    """Yield the parts of one tensor, by key and by index of a stack."""
     if not rule.keys:
         return
     dim, shape = rule.dim, list(tensors[name].shape)
@@ -262,7 +262,7 @@ def _parts_of(
     for number, pattern in enumerate(rule.keys):
         key, box = _fill(pattern, stars), [(0, size) for size in shape]
         key_box = list(box)
-        if shape:  # a number has no dimension to be joined along
+        if shape:  # a scalar has no dimension to join along
             size = shape[dim] // len(rule.keys)
             box[dim] = number * size, (number + 1) * size
             key_box[dim] = offset, offset + size
@@ -277,7 +277,7 @@ def _parts_of(
 
 
 def _offset(name: str, rule: Rule, stars: list[str], tensors: Mapping[str, Tensor]) -> int:
-    """Where a tensor begins on disk, behind those that share its key."""
+    """Return a tensor's offset on disk, after those that share its key."""
     group = [_fill(pattern, stars) for pattern in rule.names]
     shapes = {tuple(s for d, s in enumerate(tensors[one].shape) if d != rule.dim) for one in group}
     if len(group) > 1 and (len(shapes) > 1 or (rule.is_stacked and not rule.dim)):

@@ -1,4 +1,4 @@
-"""New tokens for published weights: in the tokenizer, and as rows of the model."""
+"""New tokens for pretrained weights, in the tokenizer and as rows of the model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forgekit.huggingface.load import huggingface_spec
 from forgekit.model.transformer import TransformerSpec
 
 MULTIPLE = 64
-"""Of the rows where there are new ones: any usual number of tensor-parallel ranks divides it."""
+"""Multiple of rows if there are new ones: usual numbers of tensor-parallel ranks divide it."""
 
 
 def read_base(
@@ -25,7 +25,7 @@ def read_base(
     *,
     has_adapters: bool = False,
 ) -> tuple[Any, TransformerSpec]:
-    """Read what data and a model are built with, and add tokens to both.
+    """Read tokenizer and spec of a base, and add tokens to both.
 
     A new token is an ordinary one that is never split: it stays when an answer is decoded without
     special tokens. It takes the next id. Where the model has no row for that yet it gets one, which

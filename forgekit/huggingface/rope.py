@@ -1,4 +1,4 @@
-"""Rotary settings as transformers writes them: since its version 5, and before.
+"""Rotary settings in the formats of transformers 5 and earlier.
 
 Before, ``rope_theta`` and ``rope_scaling``; since, ``rope_parameters`` with both. A reader of the
 one falls back to a theta of 10,000 where it finds the other alone, so both are written.
@@ -22,14 +22,14 @@ NUMBERS = MappingProxyType(
         "yarn": ("factor", "beta_fast", "beta_slow", "attention_factor", "truncate"),
     }
 )
-"""Kinds of scaling, and what is called alike on disk and here."""
+"""Kinds of scaling, and keys with the same name on disk and here."""
 
 ORIGINAL = "original_max_position_embeddings"
 OTHERS = frozenset({"rope_type", "type", "rope_theta", ORIGINAL, "mscale", "mscale_all_dim"})
 
 
 def read_rope(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
-    """Read the base of the rotary wavelengths and their scaling.
+    """Read rotary base and scaling.
 
     Args:
         config: A ``config.json``.
@@ -58,7 +58,7 @@ def read_rope(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScali
 
 
 def write_rope(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
-    """Write them in both spellings."""
+    """Return the keys of both formats."""
     fields: dict[str, Any] = {"rope_type": "default" if scaling is None else scaling.kind}
     if scaling is not None:
         given = {name: getattr(scaling, name) for name in NUMBERS[scaling.kind]}

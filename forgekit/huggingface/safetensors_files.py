@@ -1,4 +1,4 @@
-"""Directories of safetensors files: where each tensor is, boxes of it, and how to write a file.
+"""Directories of safetensors files: locations of tensors, reading of boxes, writing of files.
 
 A file is mapped into memory and a rank copies the boxes that it holds, so that of the rest nothing
 is read. One is written tensor by tensor: ``save_file`` would hold all of its tensors at once.
@@ -26,7 +26,7 @@ from forgekit.safetensors_files import bytes_of, contents
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 WEIGHTS_KEY = "transformers_weights"
-"""Key of a config.json that names another file, or index."""
+"""Key of config.json that names another weight file or index."""
 
 
 @attrs.frozen
@@ -45,7 +45,7 @@ class Stored:
 
 
 def weight_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
-    """Find the files of a directory's weights, those that transformers reads.
+    """List a directory's weight files, those that transformers reads.
 
     That is ``model.safetensors`` if there is one, whatever lies beside it: an index there is left
     from an earlier save. Only without it the index counts; a ``config.json`` may name either.
@@ -130,18 +130,18 @@ def write_json(path: Path, tree: Mapping[str, Any]) -> None:
 
 @contextmanager
 def reading(path: Path) -> Iterator[Any]:
-    """Open a file to take boxes from."""
+    """Open a file for reading boxes."""
     with open_regular(path), safe_open(path, "pt") as file:
         yield file
 
 
 def view_of(file: Any, name: str, box: Box) -> Tensor:
-    """A box of a tensor in an open file; nothing is read before its values are used."""
+    """Return a box of a tensor in an open file; values are read on use."""
     return file.get_slice(name)[slices(box) or ...]
 
 
 def slices(box: Box) -> tuple[slice, ...]:
-    """A box as an index."""
+    """Convert a box to an index."""
     return tuple(slice(*bounds) for bounds in box)
 
 
@@ -163,6 +163,6 @@ def write_tensors(
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same dtype, shape and bits; of NaN and zeros too."""
+    """Whether two tensors have the same dtype, shape and bits, NaN and signed zeros included."""
     is_alike = (one.dtype, one.shape) == (other.dtype, other.shape)
     return is_alike and torch.equal(bytes_of(one), bytes_of(other))

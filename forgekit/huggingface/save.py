@@ -1,4 +1,4 @@
-"""Write a model as a Hugging Face directory, from any layout, one tensor at a time.
+"""Save a model in any layout as a Hugging Face directory, one tensor at a time.
 
 Every rank takes part; the first one writes. The others send it what they hold of a tensor, which is
 written and let go before the next, so that no rank ever holds more than its own shards and one
@@ -72,24 +72,24 @@ from forgekit.safetensors_files import bytes_of
 from forgekit.tensors import named_tensors
 
 WRITER = "forgekit_version"
-"""Key of a config.json by which a directory that was written here is known."""
+"""Key of config.json that marks directories written by forgekit."""
 
 GENERATION = "generation_config.json"
 
 WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
-"""Names of files with weights that are written here, and so may be replaced."""
+"""Names of weight files that are written here, and so may be replaced."""
 
 STALE = (
     *(AUTO_MAP, "_name_or_path", "original_max_position_embeddings", "quantization_config"),
     WEIGHTS_KEY,
 )
-"""Keys of another model's config.json that say nothing about the one that is written."""
+"""Keys of the base's config.json that do not apply to the written model."""
 
 POSITIONS, CLOSE = 16, 1e-3
-"""Of the comparison of logits: how many, and their relative difference."""
+"""Comparison of logits: their number, and the allowed relative difference."""
 
 Key = tuple[str, Box]
-"""A part of a tensor on disk that a rank holds: the name there, and where in it."""
+"""A rank's part of a tensor on disk: name and box there."""
 Entries = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
@@ -104,7 +104,7 @@ def save_huggingface(
     max_shard_size: int = 5_000_000_000,
     check_logits: bool = False,
 ) -> None:
-    """Write a model as a directory that transformers opens; every rank calls it.
+    """Save a model as a directory for transformers; every rank calls it.
 
     It is read back before it gets its name: each rank compares its shards with the files, bit for
     bit, and the first one the configuration with the model's spec.
@@ -142,7 +142,7 @@ def save_huggingface(
     with ExitStack() as stack:
         new = atomic_directory(path, is_replaceable=_is_export)
         folder = ranks.first(lambda: stack.enter_context(new))
-        # The tokenizer first: it says how many rows of a padded vocabulary are tokens.
+        # The tokenizer first: it determines how many rows of a padded vocabulary are tokens.
         tokens = ranks.first(lambda: write_tokenizer(tokenizer, folder, source))
         config = {key: value for key, value in config.items() if key not in STALE}
         if spec is not None:
@@ -154,7 +154,7 @@ def save_huggingface(
         files = _files(names, held, dtype, max_shard_size)
         ranks.first(lambda: _write_config(folder, config, files, tokenizer, source))
         _write(ranks, folder, files, senders, views)
-        # Read back before the folder gets its name: what differs is deleted with it.
+        # Verified before the folder gets its name, so that a wrong one is deleted.
         ranks.together(lambda: _check_values(views, names, folder))
         if spec is not None:
             ranks.first(lambda: _check_spec(spec, folder))
@@ -164,7 +164,7 @@ def save_huggingface(
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """A model's tensors by name, without the factors of adapters that are merged into them."""
+    """Return a model's tensors by name, without the factors of merged adapters."""
     layers, factors = lora_layers(model), set(adapter_names(model))
     if apart := [name for name, layer in layers.items() if not layer.bases]:
         raise CheckpointError(
@@ -179,7 +179,7 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _views(tensors: Mapping[str, Tensor], names: NameMap) -> dict[Key, Tensor]:
-    """What this rank holds of each tensor on disk: the name there, where in it, and a view."""
+    """Yield this rank's part of each tensor on disk: name, box and view."""
     if unnamed := [name for name in tensors if name not in names.parts]:
         raise CheckpointError(
             f"the model has {unnamed[0]!r}, which has no name on disk. Pass names= with a rule "
@@ -189,7 +189,7 @@ def _views(tensors: Mapping[str, Tensor], names: NameMap) -> dict[Key, Tensor]:
 
 
 def _resolve(like: Any) -> tuple[Family | None, dict[str, Any], Path | None]:
-    """The family that is asked for, the configuration to begin with, and where that is from."""
+    """Return the requested family, the base configuration, and its source."""
     if like is None:
         return None, {}, None
     if isinstance(like, str) and (family := family_named(like)) is not None:
@@ -220,7 +220,7 @@ def _is_export(path: Path) -> bool:
 def _describe(
     spec: TransformerSpec, family: Family | None, base: dict[str, Any], tokens: int | None
 ) -> tuple[NameMap, dict[str, Any]]:
-    """The names and the configuration of a ``Transformer``, its vocabulary without padding."""
+    """Return name map and configuration of a ``Transformer`` without vocabulary padding."""
     rows = spec.tokens
     if tokens is not None and tokens > rows:
         raise CheckpointError(
@@ -243,7 +243,7 @@ def _describe(
 
 
 def _check_spec(spec: TransformerSpec, directory: Path) -> None:
-    """Compare a model's spec with that of the files; a vocabulary may have lost its padding."""
+    """Compare a model's spec with the files'; the vocabulary's padding may be gone."""
     written = compare_specs(huggingface_spec(directory), spec)
     if different := [one for one in written if not one.startswith("vocab_size")]:
         raise CheckpointError(f"config.json was read back as another model: {different}.")
@@ -252,7 +252,7 @@ def _check_spec(spec: TransformerSpec, directory: Path) -> None:
 def _senders(
     names: NameMap, held: Sequence[Mapping[Key, torch.dtype]]
 ) -> dict[str, dict[Box, int]]:
-    """Return by name on disk the boxes of a tensor, each with the first rank that holds it."""
+    """Return each tensor's boxes, by name on disk, with the first rank that holds each."""
     senders: dict[str, dict[Box, int]] = {key: {} for key in names.shapes}
     for rank, boxes in enumerate(held):
         for key, box in boxes:
@@ -269,7 +269,7 @@ def _files(
     dtype: torch.dtype | None,
     max_shard_size: int,
 ) -> dict[str, Entries]:
-    """Return by file dtype and shape of each tensor, in the order of writing."""
+    """Return dtype and shape of each tensor, by file, in the order of writing."""
     dtypes = {key: of_model for boxes in held for (key, _), of_model in boxes.items()}
     groups: list[Entries] = [{}]
     for key, shape in names.shapes.items():
@@ -322,7 +322,7 @@ def _write_config(
 
 
 def _with_end(ids: dict[str, Any], settings: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Keep the token ids of settings, but for an end of text that a given tokenizer has not."""
+    """Keep the token ids of settings, except an end of text that the tokenizer lacks."""
     kept, end = settings.get("eos_token_id"), ids["eos_token_id"]
     kept = kept if isinstance(kept, list) else [kept]
     is_other = tokenizer is not None and end is not None and end not in kept
@@ -336,11 +336,11 @@ def _write(
     senders: Mapping[str, Mapping[Box, int]],
     views: Mapping[Key, Tensor],
 ) -> None:
-    """Write all files on the first rank, to which the others send what they hold."""
+    """Write all files on the first rank, to which the others send their parts."""
     entries = {key: entry for file in files.values() for key, entry in file.items()}
 
     def part(key: str, box: Box, sender: int) -> Tensor:
-        """This rank's part of a tensor, or on the first rank that of another one."""
+        """Return this rank's part of a tensor, or on the first rank another's."""
         if sender == ranks.rank:
             return views[key, box].to("cpu", entries[key][0]).contiguous()
         received = torch.empty([stop - start for start, stop in box], dtype=entries[key][0])
@@ -361,22 +361,22 @@ def _write(
             for file, inside in files.items():
                 write_tensors(folder / file, inside, islice(tensors, len(inside)))
         finally:
-            deque(tensors, maxlen=0)  # the others are sending, also if a disk is full
+            deque(tensors, maxlen=0)  # the others are sending, even if the disk is full
 
     if ranks.rank:
         for key in entries:
             for box, sender in senders[key].items():
-                if sender == ranks.rank:  # as bytes: gloo does not know every dtype
+                if sender == ranks.rank:  # as bytes: gloo lacks some dtypes
                     dist.send(bytes_of(part(key, box, sender)), 0)
     ranks.first(write)
 
 
 @torch.no_grad()
 def _check_values(views: Mapping[Key, Tensor], names: NameMap, directory: Path) -> None:
-    """Compare what a rank holds with the files, bit for bit after the cast to their dtype."""
+    """Compare this rank's tensors with the files, bit for bit after the cast to their dtype."""
     stored = stored_tensors(directory)
     check_stored(names, stored, directory)
-    with ExitStack() as stack:  # each file is opened once: headers of many experts are long
+    with ExitStack() as stack:  # each file is opened once: headers with many experts are long
         paths = {one.file for one in stored.values()}
         files = {path: stack.enter_context(reading(path)) for path in paths}
         for (key, box), view in views.items():
@@ -389,7 +389,7 @@ def _check_values(views: Mapping[Key, Tensor], names: NameMap, directory: Path) 
 
 @torch.no_grad()
 def _check_logits(directory: Path) -> None:
-    """Compare logits that transformers computes from a directory with a ``Transformer``'s.
+    """Compare a ``Transformer``'s logits with those of transformers for a directory.
 
     Both models are built from the files, whole and in float32, in this process.
     """

@@ -1,4 +1,4 @@
-"""The tokenizer of an export: its files, how many tokens it has, and which one ends a text."""
+"""The tokenizer of an export: its files, size, and special ids."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forgekit.ranks import CheckpointError
 TOKENIZER, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 TEMPLATES = "additional_chat_templates"
-"""Folder of chat templates that have a name."""
+"""Folder of named chat templates."""
 
 PROCESSORS = ("*processor_config.json", "audio_tokenizer_config.json")
 TOKENIZERS = (
@@ -29,14 +29,14 @@ TOKENIZERS = (
     *("*.model", "*.spm", "*.tiktoken", "*.tokenizer", "tekken.json", "dict.txt", "emoji.json"),
     *("normalizer.json", "byte_maps.json", "word_shape.json", "word_pronunciation.json"),
 )
-"""Patterns of the files that transformers reads a processor and a tokenizer from."""
+"""Patterns of the files of tokenizers and processors."""
 
 AUTO_MAP = "auto_map"
-"""Key of settings under which classes are named whose code lies in the directory."""
+"""Key that names classes whose code is in the directory."""
 
 
 def write_tokenizer(tokenizer: Any, directory: Path, like: Path | None) -> int | None:
-    """Write a tokenizer's files, and those of processors.
+    """Write the files of a tokenizer and of processors.
 
     Args:
         tokenizer: Of transformers or tokenizers, a ``tokenizer.json``, or a directory that
@@ -78,7 +78,7 @@ def write_tokenizer(tokenizer: Any, directory: Path, like: Path | None) -> int |
 
 
 def special_ids(tokenizer: Any, directory: Path) -> dict[str, Any]:
-    """Ids of the tokens that begin, end and fill a text; None for those that are not known."""
+    """Return the ids of the tokens that begin, end and pad a text; None if unknown."""
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
     ids = {key: getattr(tokenizer, key, None) for key in keys}
     files = directory / TOKENIZER, directory / SETTINGS
@@ -90,7 +90,7 @@ def special_ids(tokenizer: Any, directory: Path) -> dict[str, Any]:
 
 
 def tokenizer_files(directory: Path, *patterns: str) -> list[str]:
-    """Names of what a directory has of a tokenizer and of processors, and of code for them.
+    """List a directory's files of tokenizer and processors, and their code.
 
     Args:
         directory: The directory.
@@ -100,7 +100,7 @@ def tokenizer_files(directory: Path, *patterns: str) -> list[str]:
     names = [str(file.relative_to(directory)) for file in files if file.is_file()]
     settings = [name for name in names if name.endswith("_config.json")]
     maps = [read_json(directory / name).get(AUTO_MAP) for name in settings]
-    # Modules that are named, and those that they import from the same directory: text, never run.
+    # Named modules and their imports from the same directory: read as text, never run.
     modules, code = re.findall(r'"(\w+)\.\w+"', json.dumps(maps)), dict[str, None]()
     for module in modules:
         if (file := directory / f"{module}.py").is_file() and file.name not in code:
@@ -118,7 +118,7 @@ def _copy(source: Path, directory: Path, names: list[str]) -> None:
 def _count_tokens(file: Path) -> int | None:
     try:
         from tokenizers import Tokenizer
-    except ImportError:  # an export does not fail for want of it
+    except ImportError:  # not worth failing an export
         return None
     try:
         tokens = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=True)

@@ -1,4 +1,4 @@
-"""How tensors of a model of transformers are named in its directories.
+"""Models of transformers, and the names of their tensors on disk.
 
 They have the names of the model itself, but for most experts: transformers 5 holds those of a layer
 in two tensors, gate and up projections side by side, and directories have three for each expert.
@@ -30,16 +30,16 @@ MIXTRAL = (
 EXPERTS = MappingProxyType(
     {"mixtral": MIXTRAL, "qwen2_moe": QWEN, "qwen3_moe": QWEN, "dots1": QWEN}
 )
-"""Gate, up and down projection of an expert, by the type of a model."""
+"""Names of an expert's gate, up and down projections, by model type."""
 
 FUSED = ("gpt_oss",)
-"""Types whose directories hold the experts of a layer as the model does."""
+"""Model types that store a layer's experts as the model holds them."""
 
 GATE_UP, DOWN, ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"
 
 
 def is_of_transformers(model: nn.Module) -> bool:
-    """Whether a model has a configuration of transformers, from which it can be built again."""
+    """Whether a model has a transformers configuration, from which it can be rebuilt."""
     return hasattr(model, "base_model_prefix") and hasattr(
         getattr(model, "config", None), "model_type"
     )
@@ -52,7 +52,7 @@ def transformers_model(
     device: str = "meta",
     **settings: Any,
 ) -> nn.Module:
-    """Build the language model of a directory; ``load_huggingface`` reads its weights.
+    """Build the language model of a directory; ``load_huggingface`` loads its weights.
 
     No code that lies in the directory runs.
 
@@ -67,14 +67,14 @@ def transformers_model(
     """
     path = path_of("directory", directory)
     transformers = require("transformers", extra="hf")
-    read_json(path / "config.json")  # a name would be looked for on the Hub
+    read_json(path / "config.json")  # a name would be looked up on the Hub
     try:
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **settings)
         with torch.device(device):
             return transformers.AutoModelForCausalLM.from_config(
                 config, dtype=dtype, trust_remote_code=False
             )
-    except Exception as error:  # transformers has many of its own
+    except Exception as error:  # transformers raises many classes
         why = " ".join(str(error).split())
         raise CheckpointError(
             f"transformers cannot build the model of {path}: {type(error).__name__}: {why}"
@@ -82,12 +82,12 @@ def transformers_model(
 
 
 def transformers_config(model: Any) -> dict[str, Any]:
-    """The configuration of a model of transformers, as its directory has it."""
+    """Return the configuration of a transformers model, as stored in its directory."""
     return {**model.config.to_dict(), "architectures": [_class_of(model).__name__]}
 
 
 def transformers_names(model: nn.Module) -> NameMap:
-    """The names of a model of transformers in its directories.
+    """Return the name map of a transformers model.
 
     Args:
         model: The model, in any layout: the whole one is built again, on meta, from its
@@ -120,7 +120,7 @@ def transformers_names(model: nn.Module) -> NameMap:
 
 
 def _class_of(model: nn.Module) -> Any:
-    """The class of a model as it was before FSDP wrapped it."""
+    """Return a model's class before FSDP wrapped it."""
     return next(one for one in type(model).__mro__ if not issubclass(one, FSDPModule))
 
 
