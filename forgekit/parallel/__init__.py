@@ -1,1 +1,1 @@
-"""Shard one model over many ranks, once, at set-up."""
+"""Sharding of a model over ranks, once, at set-up."""

@@ -1,4 +1,4 @@
-"""What backward recomputes instead of keeping it, and the compilation of blocks.
+"""Activation checkpointing, and compilation of blocks.
 
 Both work on one block at a time and keep its parameters' names.
 """
@@ -24,7 +24,7 @@ ActivationCheckpoint = Literal["none", "full", "selective", "budget"]
 
 
 def recompute(block: nn.Module, mode: ActivationCheckpoint) -> None:
-    """Make a block recompute its activations in backward, in place.
+    """Make a block recompute its activations during backward, in place.
 
     Args:
         block: A repeated layer, before it is compiled and wrapped by FSDP.
@@ -38,8 +38,8 @@ def recompute(block: nn.Module, mode: ActivationCheckpoint) -> None:
     if mode == "selective":
         options["context_fn"] = _selective_contexts
 
-    # A function of this file: the compiler passes over a bound `checkpoint`, which is torch's own,
-    # and the block with it.
+    # A function of this file: the compiler skips a bound `checkpoint`, which is torch's own,
+    # and with it the block.
     def repeatable(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **options, **kwargs)
 
@@ -53,7 +53,7 @@ def compile_blocks(
     memory_budget: float = 0.5,
     backend: str = "inductor",
 ) -> None:
-    """Compile blocks, in place; with ``"budget"`` so that each keeps no more than its share.
+    """Compile blocks, in place; with ``"budget"`` each keeps at most its share of activations.
 
     Args:
         blocks: Repeated layers; those that are alike share what is compiled.
@@ -65,15 +65,15 @@ def compile_blocks(
     References:
         https://pytorch.org/blog/activation-checkpointing-techniques/
     """
-    # One object for all blocks: with one each, alike blocks would not share what is compiled.
+    # One object for all blocks, so that equal blocks share compiled code.
     shared = partial(_within_budget, memory_budget, backend) if mode == "budget" else backend
     for block in blocks:
         block.compile(backend=shared)
 
 
 def _within_budget(budget: float, backend: str, graph: Any, inputs: Any, **options: Any) -> Any:
-    # The setting is read where forward and backward are parted, which the backend does when it is
-    # called; set for good it would reach whatever else a program compiles.
+    # The backend reads the setting at each call, when it partitions forward and backward; set
+    # globally it would affect all else that a program compiles.
     from torch._dynamo.backends.registry import lookup_backend
     from torch._functorch import config
 
@@ -82,14 +82,14 @@ def _within_budget(budget: float, backend: str, graph: Any, inputs: Any, **optio
 
 
 def _selective_contexts() -> tuple[Any, Any]:
-    """Modes of forward and of its repetition, which keep and bring back what is expensive."""
-    # Torch's pair keeps outputs in one storage; only the second half is replaced.
+    """Return contexts of forward and recomputation, which keep and reuse expensive outputs."""
+    # Torch's pair shares one storage; only the second context is replaced.
     first, again = create_selective_checkpoint_contexts(_keep_expensive)
     return first, _Again(again)
 
 
 class _Again(_CachedTorchDispatchMode):
-    """Knows what was kept and nothing else, and may run more than once.
+    """Recomputation context that reuses the kept outputs, and may run more than once.
 
     Torch's own counts every operation, and FSDP around a module inside of the block (experts)
     gathers and frees at other moments when the block is repeated. It hands out what was kept
@@ -102,7 +102,7 @@ class _Again(_CachedTorchDispatchMode):
         self._kept = torch_mode.storage
 
     def __enter__(self) -> Any:
-        # Handing out takes from the lists, so each repetition gets lists of its own.
+        # Outputs are popped from the lists, so each recomputation gets its own.
         self.storage = {op: copy.copy(values) for op, values in self._kept.items()}
         return super().__enter__()
 

@@ -1,4 +1,4 @@
-"""What ranks compare before they go on: who states the same key must state the same value.
+"""Comparison of ranks: those that state the same key must state the same value.
 
 Ranks that differ would wait for each other, or add up what does not belong together.
 """
@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 
 SHOWN = 4
-"""Ranks that an error lists."""
+"""Maximum number of ranks that an error lists."""
 
 
 class Difference(NamedTuple):
-    """A key, the first rank that stated it, and one that stated another value."""
+    """A key, the first rank that stated it, and a rank that stated another value."""
 
     key: Any
     first: int
@@ -28,7 +28,7 @@ class Difference(NamedTuple):
 def exchange(
     mine: Any, world: int | None = None, group: dist.ProcessGroup | None = None
 ) -> list[Any]:
-    """Gather an object from each rank, on every rank; a collective where there are several."""
+    """Gather an object from each rank on every rank; a collective if there are several."""
     gathered = [mine] * (dist.get_world_size(group) if world is None else world)
     if len(gathered) > 1:
         dist.all_gather_object(gathered, mine, group=group)
@@ -39,7 +39,7 @@ def find_difference(
     stated: Sequence[Mapping[Any, Any]],
     is_same: Callable[[Any, Any], bool] = operator.eq,
 ) -> Difference | None:
-    """Find the first key of which two ranks state different values.
+    """Find the first key for which two ranks state different values.
 
     Args:
         stated: By rank, values by key. A key that one rank alone states is compared with nothing.
@@ -59,7 +59,7 @@ def find_difference(
 
 
 def raise_together(*problems: str | None) -> None:
-    """Raise on every rank what some of them came to; a small collective.
+    """Raise the first problem of any rank on every rank; a small collective.
 
     Args:
         *problems: What is wrong on this rank; None for nothing.
@@ -74,11 +74,11 @@ def raise_together(*problems: str | None) -> None:
 
 
 def check_alike(model: nn.Module, settings: Mapping[str, Any]) -> None:
-    """Compare models and settings over all ranks; a small collective of objects.
+    """Raise unless models and settings are equal on all ranks; a small object collective.
 
     Args:
         model: The model as this rank built it.
-        settings: What this rank was told; compared as text.
+        settings: This rank's settings; compared as text.
 
     Raises:
         ValueError: On every rank, with what the ranks have, if one of them differs.
@@ -88,7 +88,7 @@ def check_alike(model: nn.Module, settings: Mapping[str, Any]) -> None:
 
 
 def check_same(settings: Sequence[Mapping[str, str]]) -> None:
-    """Raise if the settings that ranks have exchanged differ.
+    """Raise if the exchanged settings differ.
 
     Args:
         settings: By rank, each setting's value as text; one that a rank lacks differs.
@@ -110,9 +110,9 @@ def check_same(settings: Sequence[Mapping[str, str]]) -> None:
 
 
 def _describe(model: nn.Module) -> str:
-    """The model's size, and a digest that changes with any name, shape or dtype."""
+    """Return the model's size and a digest of all names, shapes and dtypes."""
     parameters = [(n, tuple(p.shape), str(p.dtype)) for n, p in model.named_parameters()]
-    # On meta or not decides who fills and who sends.
+    # Whether it is on meta decides which ranks initialise and which send.
     on_meta = sum(p.is_meta for p in model.parameters())
     digest = hashlib.blake2b(repr((parameters, on_meta)).encode(), digest_size=4).hexdigest()
     total = sum(p.numel() for p in model.parameters())

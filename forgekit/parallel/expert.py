@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank of a group holds some of the experts, tokens travel to them.
+"""Expert parallelism: each rank of a group holds some experts; tokens are sent to them.
 
 The ranks that share experts are a view over those that share a sequence and parameters
 (``dp_shard * cp``): each brings tokens of its own, so experts need no further rows of data. An
@@ -123,7 +123,7 @@ def _owner(model: nn.Module, name: str) -> Any:
 
 
 def _experts_here(parameter: Tensor, view: DeviceMesh) -> DTensor:
-    """This rank's experts; of a parameter that tp has sharded, this rank's part of them."""
+    """Return this rank's experts of a parameter, as sharded by tp if it is."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     held = distribute_tensor(local, view["ep"], [Shard(0)], src_data_rank=None)
     if not isinstance(parameter, DTensor):
@@ -142,7 +142,7 @@ def _experts_here(parameter: Tensor, view: DeviceMesh) -> DTensor:
 def _with_experts_here(
     module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Run a module's forward with its parameters as the plain tensors that this rank holds."""
+    """Run a module's forward with its parameters replaced by this rank's plain tensors."""
     return with_local_parameters(list(module.modules()), None, forward, *args, **kwargs)
 
 
@@ -154,10 +154,10 @@ def _dispatch_over(
     compute: Compute,
     meanwhile: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Compute each token with its expert on the rank that holds it; see ``dispatch_local``.
+    """Send each token to its expert's rank, compute, and send results back.
 
-    Three exchanges: how many tokens, the tokens, and what became of them. The host has to know
-    how many to expect, so on an accelerator it waits for the first: one read per call. A rank
+    Three exchanges: counts, tokens, results. The host must know the counts, so on an accelerator
+    it waits for the first: one read per call. A rank
     without tokens, or whose experts get none, takes part in all of them. Tokens of no expert stay
     where they are, and zeros come back for them. ``meanwhile`` runs once tokens are on their way,
     and its backward while their gradients are.
@@ -165,26 +165,26 @@ def _dispatch_over(
     ranks = dist.get_world_size(group)
     order, counts = sort_by_expert(expert_ids, experts)
     each = _most_experts(experts, ranks)  # the last rank may hold fewer
-    # Experts that are not there, behind those of the last rank, get no tokens.
+    # Padding experts after the last rank's get no tokens.
     counts = F.pad(counts, (0, each * ranks - experts)).view(ranks, each)
     arriving, sent, received = _splits(counts, group)
     held = min(each, experts - dist.get_rank(group) * each)
-    # Tokens of no expert are sorted last; they stay.
+    # Tokens without an expert are sorted last and stay.
     inverse, left = invert(order), len(order) - sum(sent)
     leaving = permute(tokens, order, inverse)[: sum(sent)]
-    # First exchange of rows: to the ranks of their experts.
+    # First exchange: rows to their experts' ranks.
     there = _Exchange(sent, received, group)
     under_way = there.leave(leaving)
     if meanwhile is not None:
         meanwhile()
     tokens = there.arrive(under_way)
-    # They arrive by rank and expert; experts want them by expert and rank.
+    # They arrive by rank and expert; experts need them by expert and rank.
     numbers = torch.arange(each, device=counts.device).repeat(ranks)
     ids = numbers.repeat_interleave(arriving.flatten(), output_size=sum(received))
     by_expert = torch.sort(ids, stable=True).indices
     by_rank = invert(by_expert)
     computed = compute(permute(tokens, by_expert, by_rank), arriving.sum(0)[:held])
-    # Second one: back, in the same sizes the other way round.
+    # Second exchange: back, with the sizes swapped.
     home = _Exchange(received, sent, group)
     back = home.arrive(home.leave(permute(computed, by_rank, by_expert)))
     return permute(F.pad(back, (0, 0, 0, left)) if left else back, inverse, order)
@@ -192,7 +192,7 @@ def _dispatch_over(
 
 @torch.compiler.disable()
 def _splits(counts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[int], list[int]]:
-    """What each rank is about to send to this one's experts.
+    """Exchange the number of tokens that each rank sends to this one's experts.
 
     Args:
         counts: ``[p e/p]`` int64: this rank's tokens by rank and expert.
@@ -210,7 +210,7 @@ def _splits(counts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[int]
 
 @attrs.define(eq=False)
 class _Exchange:
-    """Rows on their way to other ranks, and later their gradients on the way back.
+    """An exchange of rows with other ranks, and of their gradients in backward.
 
     Torch's functional all-to-all waits for the gradients at once; here they are on their way while
     the backward pass of what ran ``meanwhile`` computes.
@@ -228,12 +228,12 @@ class _Exchange:
 
     @torch.compiler.disable()
     def leave(self, rows: Tensor) -> Tensor:
-        """Send rows; what is returned must not be read before ``arrive``."""
+        """Start sending rows; the result must not be read before ``arrive``."""
         return _Leave.apply(rows, self)
 
     @torch.compiler.disable()
     def arrive(self, arriving: Tensor) -> Tensor:
-        """Wait for the rows that ``leave`` expects."""
+        """Wait for the rows that ``leave`` returned."""
         return _Arrive.apply(arriving, self)
 
     def start(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -246,7 +246,7 @@ class _Exchange:
         return arrived
 
     def finish(self) -> Tensor:
-        """Wait for what was sent; on an accelerator its stream does, not the host."""
+        """Wait for an exchange; on an accelerator the stream waits, not the host."""
         work, arrived, _ = self._under_way
         work.wait()
         self._under_way = ()
@@ -261,7 +261,7 @@ class _Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.exchange.finish(), None  # what comes in is only there for its shape
+        return ctx.exchange.finish(), None  # used for its shape only
 
 
 class _Arrive(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""What a model returns: what a loss makes of hidden states, or whole logits on every rank.
+"""The output of a model: a head on its hidden states, or full logits on every rank.
 
 A ``Transformer`` takes ``head=``, a function of the last hidden states and the output weight. Any
 other model takes it too once its projection is named, so that a loss in chunks never holds logits.
@@ -25,7 +25,7 @@ Head = Callable[[Tensor, Tensor], Any]
 
 
 def find_head(model: nn.Module, name: str) -> nn.Linear:
-    """Find the projection to logits.
+    """Find the module that projects to logits.
 
     Raises:
         ValueError: If there is none of the name, or it is more than one product with a weight.
@@ -50,7 +50,7 @@ def find_head(model: nn.Module, name: str) -> nn.Linear:
 
 
 def take_head(root: nn.Module, module: nn.Linear) -> None:
-    """Let a model's ``forward`` take ``head=``, in place.
+    """Make a model's ``forward`` accept ``head=``, in place.
 
     ``model(..., head=head)`` then returns ``head(hidden, weight)``, computed where the projection
     would be: there FSDP has gathered the weight. Without ``head=`` all stays as it was.
@@ -64,7 +64,7 @@ def take_head(root: nn.Module, module: nn.Linear) -> None:
 
 
 def gather_output(_module: nn.Module, _args: Any, output: Any) -> Any:
-    """Gather what a model returns of logits that ranks share, as a forward hook of the model.
+    """Gather vocabulary-sharded logits in a model's output, by a forward hook.
 
     A loss then works with plain tensors. torch's operators on shards are not safe: some are wrong
     without an error (the backward pass of a mean ``mse_loss``, the value of ``norm(dim=-1)``).
@@ -83,7 +83,7 @@ def _run(
     head: Head | None = None,
     **keywords: Any,
 ) -> Any:
-    if head is None or module is None:  # None: a later stage computes it
+    if head is None or module is None:  # None: a later stage computes the output
         return forward(*args, **keywords)
     results: list[Any] = []
     placeholders: list[Tensor] = []
@@ -102,7 +102,7 @@ def _run(
         del vars(module)["forward"]
         if before is not None:
             vars(module)["forward"] = before
-    # A model that changes its logits (a scale, a soft cap) returns another tensor or version.
+    # A model that changes its logits (scale, soft cap) returns another tensor or version.
     if [p._version for p in placeholders] != [0] or not _holds(output, placeholders[0]):
         raise ValueError(
             f"head= takes the place of one projection whose output the model returns as it is; "

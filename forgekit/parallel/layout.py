@@ -1,4 +1,4 @@
-"""Sizes and views of a mesh, and which ranks hold the same piece of a tensor."""
+"""Sizes and views of a mesh, and owners of a tensor's shards."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from torch.distributed.tensor import DTensor
 from forgekit.mesh import DIMENSIONS, mesh_of
 
 EXPERT = "expert"
-"""The style of modules of experts in a plan, which are sharded over a mesh of their own."""
+"""Style of modules of experts in a plan; they are sharded over a mesh of their own."""
 
 
 def size_of(mesh: DeviceMesh | None, name: str) -> int:
-    """Size of a mesh dimension; 1 where the mesh does not have it."""
+    """Return the size of a mesh dimension; 1 if the mesh lacks it."""
     names = (mesh and mesh.mesh_dim_names) or ()
     return mesh.size(names.index(name)) if mesh is not None and name in names else 1
 
 
 def world_of(mesh: DeviceMesh | None) -> int:
-    """Number of ranks on a mesh; 1 for one process."""
+    """Return the number of ranks of a mesh; 1 for one process."""
     return 1 if mesh is None else mesh.size()
 
 
 def full(value: Any) -> Any:
-    """All of a DTensor, gathered by the ranks that share it; anything else as it is."""
+    """Return the full tensor of a DTensor, by a collective; anything else as it is."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the modules that a plan names; of several patterns the last counts.
+    """Match a plan's patterns with modules; the last matching pattern counts.
 
     Args:
         model: The whole model.
@@ -62,7 +62,7 @@ def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shard_and_owners(tensor: Tensor, world: int) -> tuple[Tensor, int]:
-    """Take the local piece of a parameter or gradient, and count who holds the same.
+    """Return the local shard of a parameter or gradient, and the number of ranks that hold it.
 
     Args:
         tensor: A plain tensor, which every rank holds, or a DTensor.
@@ -74,7 +74,7 @@ def shard_and_owners(tensor: Tensor, world: int) -> tuple[Tensor, int]:
     if not isinstance(tensor, DTensor):
         return tensor, world
     mesh = tensor.device_mesh
-    # Ranks outside of the tensor's mesh have copies; inside, those along replicated dimensions.
+    # Copies are on ranks outside the tensor's mesh and along its replicated dimensions.
     owners = world // mesh.size()
     for size, placement in zip(mesh.shape, tensor.placements, strict=True):
         owners *= size if placement.is_replicate() else 1
@@ -82,7 +82,7 @@ def shard_and_owners(tensor: Tensor, world: int) -> tuple[Tensor, int]:
 
 
 def arrange(mesh: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Arrange the ranks for sharding: parameters over ``dp_shard * cp`` and over ``tp``.
+    """Return the meshes over which parameters are sharded: ``dp_shard * cp`` and ``tp``.
 
     Ranks that share a sequence hold different positions of it, so their gradients add up like those
     of ranks with different rows: FSDP does it for both at once. The two meshes come from one

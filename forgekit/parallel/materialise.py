@@ -1,4 +1,4 @@
-"""From meta, or from rank 0, to values on every rank's device.
+"""Values for a model's parameters, from meta or from rank 0, on every rank's device.
 
 Only what is left of a model after it was sharded gets memory here, so that no rank ever holds a
 full copy of a model that was built on meta.
@@ -16,7 +16,7 @@ from forgekit.parallel.tensor.tensor_parallel import share_again, shared_paramet
 
 
 def check_buffers(model: nn.Module) -> None:
-    """Refuse buffers on meta whose modules cannot compute them.
+    """Raise for buffers on meta that their modules cannot compute.
 
     Raises:
         ValueError: With their names.
@@ -36,11 +36,11 @@ def check_buffers(model: nn.Module) -> None:
 
 @torch.no_grad()
 def copy_from_first_rank(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Make every rank start from rank 0's values: FSDP would glue shards of different models."""
+    """Broadcast rank 0's values: FSDP would join shards of different models."""
     if mesh.size() > 1:
         for tensor in (*model.parameters(), *model.buffers()):
             if not tensor.is_meta:
-                # As bytes on the mesh's device: gloo does not know every dtype.
+                # As bytes on the mesh's device: gloo lacks some dtypes.
                 there = tensor.detach().to(mesh.device_type).contiguous().reshape(-1)
                 dist.broadcast(there.view(torch.uint8), src=0)
                 tensor.copy_(there.reshape(tensor.shape))
@@ -49,7 +49,7 @@ def copy_from_first_rank(model: nn.Module, mesh: DeviceMesh) -> None:
 def move(model: nn.Module, mesh: DeviceMesh) -> None:
     """Move a model to the mesh's device, in place, unless it is on meta."""
     tensors = (*model.parameters(), *model.buffers())
-    # Nor where it is there already: torch cannot move parameters without values to a CPU.
+    # Not if it is there already: torch cannot move fake parameters to a CPU.
     if any(parameter.is_meta for parameter in model.parameters()) or (
         mesh.device_type == "cpu" and all(tensor.device.type == "cpu" for tensor in tensors)
     ):
@@ -60,7 +60,7 @@ def move(model: nn.Module, mesh: DeviceMesh) -> None:
 def materialise(
     model: nn.Module, roots: list[nn.Module], device: str, *, seed: int, cpu_offload: bool
 ) -> None:
-    """Give what is on meta memory and initial values, in place.
+    """Allocate and initialise parameters and buffers on meta, in place.
 
     Args:
         model: The model, sharded.
@@ -79,9 +79,9 @@ def materialise(
         # `_apply` replaces each parameter by its name, so that one of two names becomes two.
         shared = shared_parameters(root)
         _allocate(root, device, "cpu" if cpu_offload else device)
-        for names in shared:  # which became one for each of its names
+        for names in shared:  # one per name by now
             share_again(root, names)
-    # Each from (seed, name), drawn whole and then sharded: torch draws the same numbers for every
+    # Each from (seed, name), drawn whole, then sharded: torch draws the same numbers for every
     # shard of a DTensor on a CPU.
     init_weights(model, seed, only=on_meta)
     for module in without_values:
@@ -89,7 +89,7 @@ def materialise(
 
 
 def _allocate(root: nn.Module, device: str, device_of_parameters: str) -> None:
-    """Allocate what is on meta and move the rest, which ``to_empty`` would empty."""
+    """Allocate tensors on meta and move the others, which ``to_empty`` would clear."""
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:
@@ -100,11 +100,11 @@ def _allocate(root: nn.Module, device: str, device_of_parameters: str) -> None:
 
 
 SCALE = "scalar_embed_scale"
-"""Where an embedding of transformers that multiplies what it looks up keeps its factor."""
+"""Attribute with the factor of transformers' scaled embeddings."""
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether it is of transformers: a rotary embedding, or an embedding with a factor.
+    """Whether a module is a rotary or scaled embedding of transformers.
 
     Buffers of the first follow from its config, one set or one for each kind of layer.
     """

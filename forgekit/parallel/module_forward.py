@@ -1,4 +1,4 @@
-"""Running something around a module's own ``forward``, once for all parallelisms.
+"""Wrappers around a module's ``forward``.
 
 ``forward`` is replaced on the instance, at set-up. A wrapper module would put a prefix before the
 names of parameters, and a hook can neither repeat what ``forward`` computes nor leave it early.
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement
 
 
 def wrap_forward(module: nn.Module, around: Callable[..., Any]) -> None:
-    """Replace a module's ``forward``, in place, by a function that is given the original.
+    """Replace a module's ``forward``, in place, by a function of the original.
 
     Args:
         module: The module.
@@ -32,7 +32,7 @@ def with_local_parameters(
     *args: Any,
     **keywords: Any,
 ) -> Any:
-    """Call ``forward`` while some modules' own parameters are this rank's plain tensors.
+    """Call ``forward`` with the parameters of modules replaced by this rank's plain tensors.
 
     Any module's ``forward`` then works on shards, fused kernels included.
 
@@ -50,7 +50,7 @@ def with_local_parameters(
     """
     sharded = [(module, module._parameters) for module in modules]
     for module, parameters in sharded:
-        # Replaced, not written to: the DTensors come back, whatever forward does.
+        # Replaced, not modified: the DTensors are restored, whatever forward does.
         plain: dict[str, Any] = {
             name: to_local(p, gradient(name) if callable(gradient) else gradient)
             for name, p in parameters.items()
@@ -58,13 +58,13 @@ def with_local_parameters(
         module._parameters = plain
     try:
         return forward(*args, **keywords)
-    finally:  # also when recomputation stops early, by an exception
+    finally:  # even if recomputation stops early by an exception
         for module, parameters in sharded:
             module._parameters = parameters
 
 
 def to_local(parameter: Tensor | None, gradient: Placement | None) -> Tensor | None:
-    """This rank's part of a parameter, a plain tensor; None and plain tensors stay."""
+    """Return this rank's shard of a parameter; None and plain tensors pass."""
     if not isinstance(parameter, DTensor):
         return parameter
     if gradient is not None:

@@ -1,4 +1,4 @@
-"""Which queries meet which keys in each step of a ring, before anything is computed.
+"""Plan of ring attention: the query-key areas of each step, before anything is computed.
 
 A rank holds a zigzag slice: chunk ``rank`` of a sequence split in twice as many chunks as ranks,
 and its mirror image from the back. Of an earlier rank's slice it sees the front chunk, from all its
@@ -20,7 +20,7 @@ from forgekit.model.attention_kernels import Kernel
 from forgekit.parallel.context.block_attention import Ids, has_flash
 
 MOST_SCORES = 2**23
-"""Query-key pairs of all heads whose scores or mask are held at once."""
+"""Maximum number of query-key pairs, over all heads, whose scores or mask are held at once."""
 
 LEAST_QUERIES = 64
 
@@ -44,7 +44,7 @@ class Area:
 
 
 def areas_seen(rank: int, source: int, positions: int) -> list[Area]:
-    """What a rank sees of a slice, documents aside: pairs of chunks, each whole or causal.
+    """Return the areas of a slice that a rank attends to, documents aside: full or causal chunks.
 
     Args:
         rank: The rank that attends.
@@ -67,7 +67,7 @@ def areas_seen(rank: int, source: int, positions: int) -> list[Area]:
     #             2  # .   # o
     front, back = slice(0, positions // 2), slice(positions // 2, positions)
     if source == rank:
-        # Each position sees itself at first, so that no sum of exponentials is ever zero.
+        # Each position sees itself first, so no sum of exponentials is ever zero.
         return [Area(front, front, offset=0), Area(back, back, offset=0), Area(back, front)]
     if source < rank:
         return [Area(front, front), Area(back, front)]
@@ -75,7 +75,7 @@ def areas_seen(rank: int, source: int, positions: int) -> list[Area]:
 
 
 def areas_of_queries(area: Area, rows: int, heads: int) -> list[Area]:
-    """Split an area in blocks of queries, so that the scores of one stay small.
+    """Split an area into blocks of queries, to bound the memory of scores.
 
     Args:
         area: What is seen, documents aside.
@@ -86,7 +86,7 @@ def areas_of_queries(area: Area, rows: int, heads: int) -> list[Area]:
         Areas of at least ``LEAST_QUERIES`` queries, without the keys that come after all of them.
     """
     first, last = area.queries.start, area.queries.stop
-    # Few queries at a time against all keys: memory is bounded, and each block is still a product.
+    # Few queries against all keys: memory is bounded, and each block is still one matmul.
     keys = area.keys.stop - area.keys.start
     step = max(LEAST_QUERIES, MOST_SCORES // (rows * heads * keys))
     blocks = []
@@ -101,7 +101,7 @@ def areas_of_queries(area: Area, rows: int, heads: int) -> list[Area]:
 
 
 def areas_of_documents(area: Area, queries: Tensor, keys: Tensor) -> list[Area]:
-    """Split an area by documents, one rectangle for each that two runs of positions share.
+    """Split an area by documents: one rectangle for each that queries and keys share.
 
     Two chunks without a common document have no area.
 
@@ -117,7 +117,7 @@ def areas_of_documents(area: Area, queries: Tensor, keys: Tensor) -> list[Area]:
 def areas_of_step(
     rank: int, size: int, ids: Tensor | None, kernel: Kernel, q: Tensor, step: int
 ) -> list[tuple[Area, Ids | None]]:
-    """What a rank computes in a step of a round, which brings the slice ``step`` ranks back.
+    """Return the areas that a rank computes in a step, with the slice of ``step`` ranks before.
 
     Args:
         rank: This rank.
@@ -129,15 +129,15 @@ def areas_of_step(
         step: The step.
 
     Returns:
-        Areas, and the documents of their queries and keys where those have to be told apart.
+        Areas, and the document ids of their queries and keys where those need a mask.
     """
     (rows, heads, positions, _), source = q.shape, (rank - step) % size
     seen = areas_seen(rank, source, positions)
     slices = None if ids is None else ids.chunk(size, 1)
-    if kernel == "flash":  # it holds no scores and takes an area whole, of one document
+    if kernel == "flash":  # the kernel holds no scores and takes a whole area of one document
         if slices is not None:
-            apart = (areas_of_documents(area, slices[rank], slices[source]) for area in seen)
-            seen = itertools.chain.from_iterable(apart)
+            split = (areas_of_documents(area, slices[rank], slices[source]) for area in seen)
+            seen = itertools.chain.from_iterable(split)
         return [(area, None) for area in seen]
     if slices is None and has_flash(q):
         return [(area, None) for area in seen]
@@ -157,7 +157,7 @@ def _shared_runs(
     shared = []
     for document, run in _runs(queries, area.queries):
         for seen in by_document.get(document, ()):
-            # In a causal square a run sees all of an earlier one, and itself causally.
+            # In a causal square a run attends to all of earlier runs, and causally to itself.
             if area.offset is None or seen.start < run.start:
                 shared.append(Area(run, seen, rows=rows))
             elif seen == run:
@@ -166,7 +166,7 @@ def _shared_runs(
 
 
 def _runs(ids: np.ndarray[Any, Any], where: slice) -> Iterator[tuple[int, slice]]:
-    """Runs of equal ids, with their positions."""
+    """Yield runs of equal ids, with their positions."""
     ids = ids[where]
     starts = [0, *(np.flatnonzero(ids[1:] != ids[:-1]) + 1).tolist(), len(ids)]
     for start, stop in itertools.pairwise(starts):

@@ -1,4 +1,4 @@
-"""Attention of some queries to some keys, as one term of a softmax over more keys.
+"""Block attention: queries attend to some keys, as one term of a softmax over more.
 
 Each block gives its own normalised output and the logarithm of its weight, from which blocks are
 merged; backward takes output and weight of the *whole* softmax and gives the block's share of the
@@ -20,11 +20,11 @@ from forgekit.model.attention_kernels import Kernel
 from forgekit.tensors import wide
 
 Ids = tuple[Tensor, Tensor]
-"""Documents of a block's queries, ``[b m]``, and of its keys, ``[b n]``."""
+"""Document ids of a block's queries, ``[b m]``, and of its keys, ``[b n]``."""
 
 
 def has_flash(tensor: Tensor) -> bool:
-    """Whether blocks on this tensor's device run in a kernel that never holds the scores."""
+    """Whether blocks on this tensor's device run in a flash kernel, which never holds scores."""
     return tensor.device.type == "cpu"
 
 
@@ -37,7 +37,7 @@ def attend_block(
     ids: Ids | None = None,
     kernel: Kernel = "sdpa",
 ) -> tuple[Tensor, Tensor]:
-    """Attend from some positions to some others.
+    """Attend from a block of queries to a block of keys.
 
     Args:
         q: ``[b h m c]`` queries.
@@ -59,7 +59,7 @@ def attend_block(
     causal, mask, bias = _cpu_mask(q, k, offset, ids)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse = flash(q, k, v, 0.0, causal, attn_mask=bias)
-    if mask is not None:  # where nothing is seen the kernel says 0
+    if mask is not None:  # the kernel returns 0 where nothing is attended
         lse = lse.masked_fill(~mask.any(-1), float("-inf"))
     return out, lse
 
@@ -76,7 +76,7 @@ def attend_block_backward(
     ids: Ids | None = None,
     kernel: Kernel = "sdpa",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Give a block's share of the gradients of the whole softmax.
+    """Compute a block's share of the gradients of the whole softmax.
 
     Args:
         gradient: ``[b h m c]`` gradient of the merged output.
@@ -102,7 +102,7 @@ def attend_block_backward(
 
 
 def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
-    """Add a block to a softmax, in place.
+    """Merge a block into a softmax, in place.
 
     Args:
         out: ``[b h m c]`` output so far, float32 or wider; zeros at first.
@@ -111,7 +111,7 @@ def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) 
         block_out: ``[b h m c]`` output of the block.
         block_lse: ``[b h m]`` its logarithm of the sum of exponentials.
     """
-    # Two softmaxes of the same queries over other keys: exp(lse) is what each weighs. Both -inf
+    # Two softmaxes of the same queries over other keys: exp(lse) is each one's weight. Both -inf
     # would give NaN, so a position's own block comes first.
     total = torch.logaddexp(lse, block_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
@@ -120,7 +120,7 @@ def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) 
 
 
 def _mask(q: Tensor, k: Tensor, offset: int | None, ids: Ids | None) -> Tensor | None:
-    """``[b 1 m n]`` bool, the pairs that may attend; None for all."""
+    """Return ``[b 1 m n]`` bool, the pairs that may attend; None for all."""
     same = None if ids is None else ids[0][:, None, :, None] == ids[1][:, None, None, :]
     if offset is None:
         return same
@@ -132,13 +132,13 @@ def _mask(q: Tensor, k: Tensor, offset: int | None, ids: Ids | None) -> Tensor |
 def _cpu_mask(
     q: Tensor, k: Tensor, offset: int | None, ids: Ids | None
 ) -> tuple[bool, Tensor | None, Tensor | None]:
-    """Whether the kernel's own causal mask will do, which costs nothing; else one, also added."""
+    """Whether the kernel's own causal mask suffices, at no cost; else an additive mask."""
     if offset == 0 and ids is None and q.shape[2] == k.shape[2]:
         return True, None, None
     mask = _mask(q, k, offset, ids)
     if mask is None:
         return False, None, None
-    # The kernel takes additive masks only, in the dtype of the queries.
+    # The kernel takes only additive masks in the dtype of the queries.
     bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
     return False, mask, bias
 
@@ -154,7 +154,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> tuple[Tensor,
 def _flash_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, is_causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # Of dropout, which there is none of; torch.nn.attention.varlen passes the same.
+    # Dropout state, unused; torch.nn.attention.varlen passes the same.
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     unused = torch.empty(0, device=q.device)
     lengths = None, None, q.shape[2], k.shape[2]
@@ -168,7 +168,7 @@ def _flash_backward(
 def _plain(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, mask)
     lse = scores.logsumexp(-1, keepdim=True)
-    # Where nothing is seen: exp(-inf + inf) would be no number, exp(-inf + max) is 0.
+    # Without keys: exp(-inf + inf) would be NaN, exp(-inf + max) is 0.
     weights = scores.sub_(lse.clamp_min(torch.finfo(lse.dtype).min)).exp_()
     out = weights @ v.to(weights.dtype)
     return _ungrouped(out, q, k), _ungrouped(lse, q, k).squeeze(-1)
@@ -180,7 +180,7 @@ def _plain_backward(
     gradient, out, queries, lse = (_grouped(x, k) for x in (gradient, out, q, lse.unsqueeze(-1)))
     weights = _scores(q, k, mask).sub_(lse).exp_()
     dv = weights.mT @ gradient
-    # dS = P * (dP - rowsum(dO * O)), with P and O of the whole softmax: so blocks just add up.
+    # dS = P * (dP - rowsum(dO * O)), with P and O of the whole softmax, so blocks add up.
     inner = (gradient * out).sum(-1, keepdim=True)
     shares = (gradient @ v.to(gradient.dtype).mT).sub_(inner).mul_(weights)
     shares *= q.shape[-1] ** -0.5
@@ -188,8 +188,8 @@ def _plain_backward(
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """``[b k (g m) n]``: the queries of a key's heads side by side, so that no key is repeated."""
-    # In float32 or wider: scores of 16 bits would be rounded before the softmax.
+    """Compute ``[b k (g m) n]`` scores; queries of a key head lie side by side, no key repeats."""
+    # In float32 or wider: 16-bit scores would be rounded before the softmax.
     queries = _grouped(q, k)
     scores = (queries * q.shape[-1] ** -0.5) @ k.to(queries.dtype).mT
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Sharing a sequence: how the ranks are split, and what is put into a model's sockets.
+"""Context parallelism: how the ranks are split, and what a model's sockets get.
 
 ``context_parallel`` ranks are ``ring * ulysses``, numbered ``ring_rank * ulysses + ulysses_rank``.
 A ring goes round zigzag slices, and inside one, ranks of a Ulysses group hold contiguous slices.
@@ -30,7 +30,7 @@ from forgekit.parallel.layout import size_of
 ContextParallel = Literal["ring", "ulysses", "both"]
 
 Sockets = Mapping[str, Mapping[str, Any]]
-"""Callables by the name of the module and of the socket that they belong in."""
+"""Callables by module name and socket name."""
 
 
 class Context(NamedTuple):
@@ -50,11 +50,11 @@ class Context(NamedTuple):
 
 
 class ChosenAttention(NamedTuple):
-    """What computes attention.
+    """The chosen attention kernels.
 
     Attributes:
-        requested: What was asked for.
-        kernels: The kernel for each use of this layout, as found at set-up.
+        requested: The requested kernel.
+        kernels: The kernel for each use in this layout, chosen at set-up.
         documents: Where batches note the document ids that they move to a device; None where no
             kernel needs them on the host.
     """
@@ -65,7 +65,7 @@ class ChosenAttention(NamedTuple):
 
     @property
     def attend(self) -> Attend:
-        """The ``attend`` socket of a rank that has whole rows."""
+        """Build the ``attend`` socket of a rank with whole rows."""
         if self.requested == "auto" and self.documents is None:
             return attend_causal
         return partial(attend_causal, attention=self.requested, documents=self.documents)
@@ -78,7 +78,7 @@ def choose_attention(
     attention: AttentionChoice,
     method: ContextParallel,
 ) -> ChosenAttention:
-    """Choose the kernels of a model's attention, before anything is computed.
+    """Choose the kernels of a model's attention at set-up.
 
     Args:
         model: Modules with an ``attend`` socket and ``channels`` say how wide a head is; of others
@@ -104,7 +104,7 @@ def choose_attention(
     widths = [width if isinstance(width, int) else None for width in channels]
     uses: tuple[AttentionUse, ...] = ("ring",) if is_ring else ("rows", "documents")
     device = torch.device(mesh.device_type)
-    kernels = {  # that of documents is refused when some come
+    kernels = {  # the one for documents raises when documents come
         use: sorted({choose(use, device, dtype, width, attention) for width in widths})
         for use in uses
         if use != "documents" or attention in ("auto", *ORDER[use])
@@ -122,7 +122,7 @@ def apply_context(
     *,
     kernels: ChosenAttention | None = None,
 ) -> Context:
-    """Put attention, and under context parallelism what else it needs, into sockets, in place.
+    """Set a model's attention sockets, and those of context parallelism, in place.
 
     Every rank of the mesh calls it with the same arguments: it makes process groups.
 
@@ -155,7 +155,7 @@ def apply_context(
             "attention call self.attend(q, k, v, doc_ids=doc_ids), at first "
             "forgekit.model.attend_causal, or leave cp at 1."
         )
-    # Where modules differ: what divides all of them.
+    # The common divisor if modules differ.
     heads = math.gcd(*(_local_heads(m, size_of(mesh, "tp")) for m in attending.values()))
     ring, ulysses = split_context(context, method, heads or None)
     rank = mesh.get_local_rank("cp")
@@ -175,7 +175,7 @@ def apply_context(
 def split_context(
     context: int, method: ContextParallel, heads: int | None = None
 ) -> tuple[int, int]:
-    """Split the ranks that share a sequence into rings and those that exchange heads.
+    """Split the ranks that share a sequence into rings and Ulysses groups.
 
     Exchanging heads moves less than a ring, so ``"both"`` gives it as many as divide the heads
     and leave a ring of two.
@@ -203,7 +203,7 @@ def split_context(
 
             check_heads(heads, context)
         return 1, context
-    # Neither 1 nor all of them: that would be a ring, or Ulysses, alone.
+    # Neither 1 nor all: that would be a ring, or Ulysses, alone.
     splits = divisors(context)[1:-1]
     fitting = [u for u in splits if heads is None or heads % u == 0]
     if not fitting:
@@ -215,7 +215,7 @@ def split_context(
 
 
 def locate_slice(ring: int, ulysses: int, rank: int) -> Callable[[int, torch.device], Tensor]:
-    """Make the ``locate`` socket of a rank that holds a slice of each sequence.
+    """Build the ``locate`` socket of a rank that holds a slice of each sequence.
 
     Args:
         ring: Ranks in a ring.
@@ -229,7 +229,7 @@ def locate_slice(ring: int, ulysses: int, rank: int) -> Callable[[int, torch.dev
         >>> locate_slice(ring=2, ulysses=1, rank=0)(4, torch.device("cpu"))
         tensor([0, 1, 6, 7])
     """
-    # A ring's zigzag slice first, and inside it the contiguous one of Ulysses.
+    # The ring's zigzag slice, and within it the contiguous one of Ulysses.
     ring_rank, ulysses_rank = divmod(rank, ulysses)
 
     def locate(s: int, device: torch.device) -> Tensor:
@@ -242,7 +242,7 @@ def locate_slice(ring: int, ulysses: int, rank: int) -> Callable[[int, torch.dev
 
 @contextmanager
 def with_sockets(model: nn.Module, sockets: Sockets) -> Iterator[None]:
-    """Put other callables into a model's sockets for a while.
+    """Replace a model's sockets within the block.
 
     With ``Layout.sockets`` every rank runs whole sequences, as one device does.
 
@@ -259,19 +259,19 @@ def with_sockets(model: nn.Module, sockets: Sockets) -> Iterator[None]:
 
 
 def _put(model: nn.Module, sockets: Sockets) -> Sockets:
-    """Put callables into a model's sockets, in place, and return those that were there."""
+    """Set a model's sockets, in place; return the previous ones."""
     modules = {name: m for name, m in model.named_modules() if not getattr(m, "is_absent", False)}
-    # Sockets are attributes of instances: a model's code and its parameters' names stay.
+    # Sockets are instance attributes: the model's code and parameter names stay.
     before: dict[str, dict[str, Any]] = {}
     for name, functions in sockets.items():
         if name in modules:
             before[name] = {socket: getattr(modules[name], socket) for socket in functions}
-            vars(modules[name]).update(functions)  # comes before a method or child of the name
+            vars(modules[name]).update(functions)  # precedes a method or child of that name
     return before
 
 
 def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int, kernels: ChosenAttention) -> Attend:
-    # Imported here: they register operators with torch, which takes a while.
+    # Imported here: registering operators with torch is slow.
     from forgekit.parallel.context.ring_attention import ring_attention
     from forgekit.parallel.context.sequence_exchange import Members, ulysses_attention
 
@@ -291,14 +291,14 @@ def _build_attend(mesh: DeviceMesh, ring: int, ulysses: int, kernels: ChosenAtte
 
 @torch.compiler.disable()
 def _sum_slices(group: dist.ProcessGroup, counts: Tensor) -> Tensor:
-    """Add up what the ranks that share rows counted in them; no gradient passes through counts."""
+    """Sum counts over the ranks that share rows, without a gradient."""
     whole = counts.clone()
     dist.all_reduce(whole, group=group)
     return whole
 
 
 def _local_heads(module: nn.Module, tensor: int) -> int:
-    """Query heads of a module on this rank; 0 if they are not known before it runs."""
+    """Return a module's query heads on this rank; 0 if unknown before it runs."""
     weight = getattr(getattr(module, "query", None), "weight", None)
     channels = getattr(module, "channels", None)
     if not isinstance(weight, Tensor) or not isinstance(channels, int):

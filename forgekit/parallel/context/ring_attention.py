@@ -1,4 +1,4 @@
-"""Ring attention: keys and values go round the ranks while each attends from its own positions.
+"""Ring attention: keys and values rotate over the ranks; each attends from its own positions.
 
 The next slice is on its way while one is attended to. In the backward pass the slices go round
 once more and the gradients of keys and values follow them, summed in float32 or wider, until they
@@ -41,7 +41,7 @@ from forgekit.tensors import wide
 def ring_attention(
     members: Members, attention: AttentionChoice = "auto", documents: Documents | None = None
 ) -> Attend:
-    """Make the ``attend`` socket of a rank in a ring.
+    """Build the ``attend`` socket of a rank in a ring.
 
     Args:
         members: The ranks that share the sequence; each has a zigzag slice of it.
@@ -62,7 +62,7 @@ def ring_attention(
                 f"a rank of the ring holds {q.shape[1]} positions; a zigzag slice is two chunks of "
                 f"one size. Take sequences whose length 2 * {members.size} divides."
             )
-        # From what all ranks share, before anything is sent: device, dtype, width of a head.
+        # Checks by facts that all ranks share (device, dtype, head width), before anything is sent.
         kernel = choose("ring", q.device, q.dtype, q.shape[-1], attention)
         if doc_ids is None:
             return torch.ops.forgekit.attend_ring(q, k, v, None, members.name, kernel)[0]
@@ -72,13 +72,13 @@ def ring_attention(
                 return attend_documents(q, k, v, doc_ids, host)
         return torch.ops.forgekit.attend_ring(q, k, v, gather(doc_ids), members.name)[0]
 
-    @_disable_dynamo  # lengths of documents are no constants of a graph
+    @_disable_dynamo  # document lengths are not constants of a graph
     def attend_documents(
         q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, host: Tensor | None
     ) -> Tensor:
-        # The host plans rectangles, so ids are read from the device once if nobody noted them.
+        # The host plans areas, so ids that were not noted are read from the device once.
         whole = gather(doc_ids).cpu() if host is None else _by_rank(host, members.size)
-        # An operator's tensors are on one device: the host's ids go as runs of equal ones.
+        # An operator's tensors are on one device, so the host's ids are passed as run lengths.
         ids, lengths = whole.flatten().unique_consecutive(return_counts=True)
         runs = [*ids.tolist(), *lengths.tolist()]
         return torch.ops.forgekit.attend_ring(q, k, v, None, members.name, "flash", runs)[0]
@@ -87,7 +87,7 @@ def ring_attention(
 
 
 def _by_rank(host: Tensor, size: int) -> Tensor:
-    """Whole rows' positions in the order in which ranks hold them: ``[b size*s]``."""
+    """Reorder whole rows to the order in which ranks hold positions: ``[b size*s]``."""
     return torch.cat([slice_positions(host, rank=r, world=size, dim=1) for r in range(size)], 1)
 
 
@@ -124,10 +124,10 @@ def attend_ring(
     """
     members = members_named(name)
     areas = _planned(members, q, ids, kernel, runs)
-    # Summed in float32 or wider, and rounded once at the end.
+    # Summed in float32 or wider, rounded once.
     out = torch.zeros(q.shape, dtype=wide(q.dtype), device=q.device)
     shape = q.shape[0], q.shape[2], q.shape[1]
-    # Minus infinity: a softmax over no keys. The first block, each position's own, makes it finite.
+    # -inf is a softmax over no keys; the first block, each position's own, makes it finite.
     lse = out.new_full(shape, float("-inf"))
     q, k, v, summed = map(_by_head, (_dense(q), k, v, out))
 
@@ -160,7 +160,7 @@ def attend_ring_backward(
     kernel: Kernel = "sdpa",
     runs: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of this rank's queries, and of its keys and values from all members' queries.
+    """Compute gradients of this rank's queries, and of its keys and values from all queries.
 
     Args:
         gradient: ``[b s h c]`` gradient of the output.
@@ -183,8 +183,8 @@ def attend_ring_backward(
     dq, dk, dv = _like(q), _like(k), _like(v)
     gradient, q, out = map(_by_head, (_dense(gradient), _dense(q), out))
     k, v, summed = map(_by_head, (k, v, wide_dq))
-    # [2 b k s c] gradients of the slice that is here. They follow it by one exchange: each rank
-    # adds its share, and after size exchanges they are home, one more than the slice itself.
+    # [2 b k s c] gradients of the present slice. They follow it by one exchange: each rank
+    # adds its share, and after `size` exchanges, one more than the slice, they are home.
     following = Transfer(torch.zeros((2, *k.shape), dtype=lse.dtype, device=q.device))
 
     def attend_back(step: int, keys: Tensor, values: Tensor) -> None:
@@ -195,7 +195,7 @@ def attend_ring_backward(
             given = gradient[here], q[here], keys[there], values[there], out[here], lse[here]
             shares = attend_block_backward(*given, **options)
             summed[here].add_(shares[0])
-            # Only now: what others found of these keys may arrive while this rank computes.
+            # Not earlier: the others' share may arrive while this rank computes.
             for whole, share in zip(following.wait(), shares[1:], strict=True):
                 whole[there] += share
         following = members.pass_on(following.wait())
@@ -218,14 +218,14 @@ def _planned(
 def _go_round(
     members: Members, k: Tensor, v: Tensor, visit: Callable[[int, Tensor, Tensor], None]
 ) -> None:
-    """Visit the keys and values of every member, this rank's first, the next ones on their way.
+    """Yield the keys and values of every member, this rank's first, prefetching the next.
 
     A function is called, rather than a generator looped over, so that nothing keeps a slice
     longer than its visit.
     """
-    # [2 b k s c], one message. In step n it holds the slice of the rank n before this one, so that
-    # after size - 1 exchanges each rank has seen every slice and none is sent home again.
-    block = torch.stack((k, v)).contiguous()  # stack keeps the order of strides
+    # [2 b k s c], one message. In step n it holds the slice of the rank n before this one, so
+    # after size - 1 exchanges each rank has seen every slice, and none is sent home.
+    block = torch.stack((k, v)).contiguous()  # stack preserves stride order
     for step in range(members.size):
         is_last = step == members.size - 1
         coming = Transfer(block) if is_last else members.pass_on(block)
@@ -234,7 +234,7 @@ def _go_round(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """Kernels read channels that lie side by side."""
+    """Make channels contiguous, as kernels need."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

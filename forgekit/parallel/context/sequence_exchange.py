@@ -1,4 +1,4 @@
-"""What ranks that share a sequence exchange: slices, heads and document ids; Ulysses.
+"""Exchanges of ranks that share a sequence: slices, heads (Ulysses) and document ids.
 
 Communication runs inside operators of torch (``torch.library``), which recomputation, compilation
 and dry runs on fake tensors see as one piece.
@@ -31,7 +31,7 @@ from forgekit.model.attention import Attend, Documents, attend_causal
 
 @attrs.define(eq=False)
 class Transfer:
-    """A tensor on its way from the previous rank, and the one sent to the next.
+    """A pending receive from the previous rank and send to the next.
 
     Attributes:
         arriving: Filled when the wait is over.
@@ -44,7 +44,7 @@ class Transfer:
     works: list[Any] = attrs.field(factory=list)
 
     def wait(self) -> Tensor:
-        """Return the tensor when it has arrived, and release the other."""
+        """Wait for the received tensor and release the sent one."""
         while self.works:
             self.works.pop().wait()
         self.sent = None
@@ -53,7 +53,7 @@ class Transfer:
 
 @attrs.frozen(eq=False)
 class Members:
-    """The ranks of a group that share something, as seen from one of them.
+    """A group of ranks as seen from one of them.
 
     Attributes:
         group: Their process group.
@@ -67,21 +67,21 @@ class Members:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Members:
-        """Describe a group."""
+        """Build from a process group."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     @property
     def name(self) -> str:
-        """The name of their group, by which torch finds it for operators."""
+        """Name of the group, by which operators find it."""
         return self.group.group_name
 
     def pass_on(self, tensor: Tensor) -> Transfer:
-        """Send a contiguous tensor to the next rank and receive the previous rank's."""
+        """Start sending a contiguous tensor to the next rank and receiving the previous rank's."""
         following, previous = (
             dist.get_global_rank(self.group, (self.rank + step) % self.size) for step in (1, -1)
         )
         arriving = torch.empty_like(tensor)
-        # Both in one batch: in turns, a ring of ranks that all send first would wait for ever.
+        # In one batch: if all ranks of a ring sent first, they would wait forever.
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, tensor, following, self.group),
@@ -92,12 +92,12 @@ class Members:
 
 
 def members_named(name: str) -> Members:
-    """Describe the group that an operator was given by name."""
+    """Build from the name of a group, as passed to an operator."""
     return Members.of(_resolve_process_group(name))  # pyright: ignore[reportArgumentType]
 
 
 def check_slice(q: Tensor, k: Tensor, doc_ids: Tensor | None) -> None:
-    """Raise where a kernel would crash, and unless document ids are those of this rank's slice."""
+    """Raise for inputs that would crash a kernel, or document ids not of this rank's slice."""
     if q.shape[2] % k.shape[2]:
         raise ValueError(
             f"q {tuple(q.shape)} and k {tuple(k.shape)} must be [b s h c] and [b s k c] with k a "
@@ -111,7 +111,7 @@ def check_slice(q: Tensor, k: Tensor, doc_ids: Tensor | None) -> None:
 
 
 def gathering_ids(members: Members) -> Callable[[Tensor], Tensor]:
-    """Make the function that puts the document ids of all members side by side.
+    """Build the function that gathers the document ids of all members.
 
     Every layer of a forward pass brings the same tensor, so the function remembers the last one:
     ids are sent once, and all layers share one result.
@@ -129,7 +129,7 @@ def gathering_ids(members: Members) -> Callable[[Tensor], Tensor]:
         nonlocal last
         if torch.compiler.is_compiling():
             return _gather(members, ids)
-        # Without a version in inference mode, where a tensor cannot be told from what it was.
+        # In inference mode tensors have no version, so changes cannot be noticed.
         version = None if ids.is_inference() else ids._version
         if last is None or last[0] is not ids or last[1] != version:
             last = ids, version, _gather(members, ids)
@@ -139,7 +139,7 @@ def gathering_ids(members: Members) -> Callable[[Tensor], Tensor]:
 
 
 def _gather(members: Members, ids: Tensor) -> Tensor:
-    # torch's own operators, which a compiler and a dry run on fake tensors see as one piece.
+    # torch's own operators, opaque to the compiler and to dry runs on fake tensors.
     torch_ops = torch.ops._c10d_functional
     gathered = torch_ops.all_gather_into_tensor(ids.contiguous(), members.size, members.name)
     return torch.cat(torch_ops.wait_tensor(gathered).chunk(members.size), dim=1)
@@ -149,7 +149,7 @@ def _gather(members: Members, ids: Tensor) -> Tensor:
     "forgekit::exchange_heads", mutates_args=(), schema="(Tensor x, str name) -> Tensor"
 )
 def exchange_heads(x: Tensor, name: str) -> Tensor:
-    """Give part ``p`` of a tensor to member ``p`` and get this rank's part of each.
+    """All-to-all: send part ``p`` to member ``p``, receive this rank's part of each.
 
     Args:
         x: ``[p ...]``, one part for each member.
@@ -183,7 +183,7 @@ exchange_heads.register_autograd(_exchange_back, setup_context=_remember)
 def ulysses_attention(
     members: Members, attend: Attend = attend_causal, documents: Documents | None = None
 ) -> Attend:
-    """Make the ``attend`` socket of a rank that exchanges positions for heads.
+    """Build the ``attend`` socket of Ulysses, which exchanges positions for heads.
 
     Args:
         members: The ranks that share the positions; each has a contiguous slice of them.
@@ -210,7 +210,7 @@ def ulysses_attention(
 
 
 def check_heads(heads: int, ulysses: int) -> None:
-    """Raise unless query heads divide by the ranks that share them.
+    """Raise unless the ranks that share query heads divide their number.
 
     Args:
         heads: Query heads of a rank, after tensor parallelism.
@@ -230,12 +230,12 @@ def check_heads(heads: int, ulysses: int) -> None:
 def _positions_for_heads(q: Tensor, k: Tensor, v: Tensor, members: Members) -> list[Tensor]:
     """``[b s h c]``, twice ``[b s k c]`` -> the same with all positions and this rank's heads."""
     size = members.size
-    # So many copies that the ranks divide their number; autograd adds up their gradients.
+    # Repeated until the ranks divide their number; autograd sums the copies' gradients.
     repeats = size // math.gcd(k.shape[2], size)
     if repeats > 1:
         k, v = (x.repeat_interleave(repeats, dim=2) for x in (k, v))
     by_rank = [rearrange(x, "b s (p h) c -> p b s h c", p=size) for x in (q, k, v)]
-    # Queries, keys and values side by side, as heads: one all-to-all for three tensors.
+    # Queries, keys and values concatenated as heads: one all-to-all for three tensors.
     exchanged = torch.ops.forgekit.exchange_heads(torch.cat(by_rank, dim=3), members.name)
     joined = rearrange(exchanged, "p b s h c -> b (p s) h c")
     return list(joined.split([x.shape[3] for x in by_rank], dim=2))

@@ -1,1 +1,1 @@
-"""Pipeline parallelism: split into stages, schedule, runtime."""
+"""Pipeline parallelism: splitting into stages, schedules, runtime."""

@@ -1,4 +1,4 @@
-"""A stage is run before the first step, to see that nothing crosses to it but the stream.
+"""A trial run of a stage before the first step: only the stream may cross between stages.
 
 Its own parts run on what really crossed, three times: what other absent parts return is NaN, then
 numbers of two sizes, and their integers and booleans differ too. Random numbers differ until the
@@ -38,7 +38,7 @@ from forgekit.parallel.pipeline.stage import (
 )
 
 SIZES = (float("nan"), 1.0, 1e4)
-"""Of the stand-ins; thresholds that are usual lie between the second and the third."""
+"""Magnitudes of stand-ins; usual thresholds lie between the second and the third."""
 
 PARAMETER_READ = (
     "loss_fn reads a parameter of the model, and in a pipeline those of the last stage alone would "
@@ -52,7 +52,7 @@ def rehearse(
     device: torch.device,
     shared: Collection[nn.Module],
 ) -> tuple[dict[str, Any], bool]:
-    """Run a stage on stand-ins and refuse what it cannot share with the others.
+    """Run a stage on stand-ins; raise if it needs more from other stages than the stream.
 
     Args:
         stage: The stage.
@@ -69,9 +69,9 @@ def rehearse(
     """
     forms: dict[str, Any] = {}
     results: list[Sequence[Tensor]] = []
-    sizes = SIZES if stage.number else SIZES[1:2]  # nothing is absent before the first
+    sizes = SIZES if stage.number else SIZES[1:2]  # the first stage lacks nothing
     for number, size in enumerate(sizes):
-        # Random numbers differ until the stream arrives: noise that all blocks take is seen too.
+        # Random numbers differ until the stream arrives, to notice noise that blocks share.
         torch.manual_seed(number + 1)
         arrive = partial(torch.manual_seed, 0)
         generator = torch.Generator(device).manual_seed(number)
@@ -89,7 +89,7 @@ def rehearse(
 
 @contextmanager
 def no_reads(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Refuse to compute with parameters, for a loss function after its call of the model."""
+    """Raise on operations with parameters, in a loss function after its call of the model."""
     with _NoReads({_storage(parameter) for parameter in parameters}):
         yield
 
@@ -109,7 +109,7 @@ class _NoReads(TorchDispatchMode):
 
 @contextmanager
 def _eager() -> Iterator[None]:
-    """As the code is written, the same each time, and nothing is kept for a backward pass."""
+    """Run eagerly, deterministically and without a graph."""
     before = torch.are_deterministic_algorithms_enabled()
     before_warns = torch.is_deterministic_algorithms_warn_only_enabled()
     # A block that the compiler met in here would never be compiled.
@@ -125,7 +125,7 @@ def _eager() -> Iterator[None]:
 
 
 def draw(size: float, generator: torch.Generator, device: torch.device, leaf: Leaf) -> Tensor:
-    """Make a stand-in: floats of a size, or NaN; integers and booleans are 0 and 1 at random."""
+    """Make a stand-in: floats of a magnitude, or NaN; integers and booleans are random 0 and 1."""
     if size != size and leaf.dtype.is_floating_point:
         return poison(leaf, device)
     drawn = torch.randn(leaf.shape, generator=generator, device=device)
@@ -134,8 +134,8 @@ def draw(size: float, generator: torch.Generator, device: torch.device, leaf: Le
 
 @contextmanager
 def _watched(stage: Stage, forms: dict[str, Any]) -> Iterator[None]:
-    """Note what the stage's parts return, and refuse messages to other blocks beside it."""
-    # By part, tensors of its arguments and their versions when it was called.
+    """Record what the stage's parts return; raise if they pass values to other blocks otherwise."""
+    # By part, the tensors of its arguments and their versions at the call.
     given: dict[str, Any] = {}
 
     def enter(name: str, _module: nn.Module, args: Any, keywords: Any) -> None:
@@ -191,7 +191,7 @@ def _check_kept(name: str, part: nn.Module, returned: list[Tensor]) -> None:
 
 @contextmanager
 def _restored(module: nn.Module, shared: Collection[nn.Module]) -> Iterator[None]:
-    """Bring buffers and plain numbers back to what they were, and refuse shared ones that change.
+    """Restore buffers and plain numbers; raise for shared ones that change.
 
     Raises:
         ValueError: If the buffers of a module that several stages have are changed.
@@ -214,7 +214,7 @@ def _restored(module: nn.Module, shared: Collection[nn.Module]) -> Iterator[None
         with torch.no_grad():
             for buffers, numbers, each in before:
                 for name in _numbers(each).keys() - numbers:
-                    delattr(each, name)  # a counter that forward begins
+                    delattr(each, name)  # a counter made in forward
                 vars(each).update(numbers)
                 for name, (buffer, was) in buffers.items():
                     each._buffers[name] = buffer.copy_(was)
@@ -225,7 +225,7 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Bit for bit, but for the kind of NaN; the tensors of a plan have no values to compare."""
+    """Whether tensors are bitwise equal, except kinds of NaN; fake tensors count as equal."""
     return isinstance(a, FakeTensor) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
 
 
@@ -234,7 +234,7 @@ def _is_true(value: Tensor) -> bool:
 
 
 def _contents(value: Any) -> list[Tensor]:
-    """The tensors in arguments: in containers, and in the attributes of plain objects."""
+    """Collect the tensors in arguments, containers, and attributes of plain objects."""
     leaves = tree_leaves(value)
     opaque = (Tensor, nn.Module, type)
     objects = [o for o in leaves if hasattr(o, "__dict__") and not isinstance(o, opaque)]
@@ -246,10 +246,10 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _storage(tensor: Tensor) -> int:
-    """A number for where a tensor's values are; views have that of what they look at."""
+    """Identify a tensor's storage, which views share."""
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
     return local.untyped_storage()._cdata if local.layout is torch.strided else id(local)
 
 
 def _forget(_saved: Any) -> Any:
-    """Keep nothing for backward."""
+    """Discard saved tensors."""

@@ -1,4 +1,4 @@
-"""Pipeline schedules by name: which stages a rank has, and in which order it works on them.
+"""Pipeline schedules by name: each rank's stages, and the order of its work.
 
 A step's order is that of torch's schedule class. ``timeline`` runs it on a simulated clock, for
 pictures and for the textbooks' bubbles: it is read without any process, so that what is drawn is
@@ -20,7 +20,7 @@ PipelineSchedule = Literal[
 
 @attrs.frozen
 class _Rule:
-    """What sets a schedule apart: its class in torch, its stages and its numbers of micro-batches.
+    """Properties of a schedule: torch's class, stages per rank, allowed numbers of micro-batches.
 
     ``fits(ranks, micro_batches)`` says whether torch accepts a number, ``needs`` why it would not.
     """
@@ -52,12 +52,12 @@ _RULES: Mapping[str, _Rule] = MappingProxyType(
 
 
 def stages_per_rank(schedule: PipelineSchedule) -> int:
-    """How many stages each rank holds."""
+    """Return the number of stages per rank."""
     return _RULES[schedule].per_rank
 
 
 def stages_of(schedule: PipelineSchedule, ranks: int, rank: int) -> list[int]:
-    """The stages that a rank holds.
+    """Return the stages of a rank.
 
     Examples:
         >>> stages_of("interleaved_1f1b", ranks=4, rank=1), stages_of("zbv", ranks=4, rank=1)
@@ -70,15 +70,15 @@ def stages_of(schedule: PipelineSchedule, ranks: int, rank: int) -> list[int]:
 
 
 def schedule_class(schedule: PipelineSchedule) -> type[Any]:
-    """Torch's class for a schedule."""
-    # Imported here: most runs have no pipeline, and it takes as long as the whole library.
+    """Return torch's class of a schedule."""
+    # Imported here: most runs have no pipeline, and the import is as slow as forgekit's.
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     return get_schedule_class(_RULES[schedule].torch_name)
 
 
 def check_micro_batches(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> None:
-    """Raise unless a schedule can run a number of micro-batches.
+    """Raise unless a schedule supports a number of micro-batches.
 
     Raises:
         ValueError: With the rule and the nearest numbers that fit.
@@ -120,7 +120,7 @@ class Work:
 
 @attrs.frozen
 class Interval:
-    """A piece of work on the clock; ``start`` and ``end`` in units of the costs."""
+    """A piece of work with ``start`` and ``end``, in units of the costs."""
 
     rank: int
     start: float
@@ -146,7 +146,7 @@ class Timeline:
 def work_order(
     schedule: PipelineSchedule, ranks: int, micro_batches: int
 ) -> list[list[tuple[Work, ...]]]:
-    """What each rank does, in order.
+    """Return each rank's work, in order.
 
     Work that is grouped in one tuple starts when the inputs of all of it are there, and sends its
     outputs when all of it is done (DualPipeV pairs a forward with a backward).
@@ -166,7 +166,7 @@ def work_order(
     if schedule == "gpipe":
         return [_warm_up(rank, micro_batches, micro_batches) for rank in range(ranks)]
     if schedule == "1f1b":
-        # Torch's own listing of this order is off by one for the last rank; this is what it runs.
+        # Torch's listing of this order is off by one for the last rank; this is the executed order.
         return [_warm_up(rank, ranks - rank, micro_batches) for rank in range(ranks)]
     per_rank = stages_per_rank(schedule)
     stage = SimpleNamespace(num_stages=per_rank * ranks, group_size=ranks, group_rank=0)
@@ -177,7 +177,7 @@ def work_order(
 
 
 def timeline(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> Timeline:
-    """Run a schedule on a simulated clock on which all stages cost the same.
+    """Simulate a schedule in which all stages cost the same.
 
     With equal costs (forward 1, each half of a backward 1) the bubble, as a share, is
     ``w / (work + w)`` with, for ``p`` ranks, ``m`` micro-batches and ``v`` stages per rank, ``work
@@ -227,7 +227,7 @@ def timeline(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> Time
 
 
 def _warm_up(rank: int, forwards: int, micro_batches: int) -> list[tuple[Work, ...]]:
-    """Some forwards, then backwards and forwards in turn while there are any."""
+    """Yield warm-up forwards, then alternate backwards and forwards."""
     ahead: Iterator[int] = iter(range(micro_batches))
     order = [(Work("F", rank, next(ahead)),) for _ in range(min(forwards, micro_batches))]
     for micro_batch in range(micro_batches):
@@ -242,12 +242,12 @@ def _group(action: Any) -> tuple[Work, ...]:
 
 
 def _result(work: Work) -> Work:
-    """What others wait for: a whole backward gives what a backward to the inputs gives."""
+    """Return the result that others wait for; a whole backward includes that to the inputs."""
     return attrs.evolve(work, kind="I") if work.kind == "B" else work
 
 
 def _needs(group: tuple[Work, ...], last: int) -> set[Work]:
-    """Results that must be there before a group of work starts."""
+    """Return the results that a group of work depends on."""
     needed: set[Work] = set()
     for work in group:
         if work.kind == "W":

@@ -1,4 +1,4 @@
-"""Split one model into pipeline stages: contiguous runs of its blocks, as even as they can be.
+"""Split a model into pipeline stages: contiguous runs of blocks, balanced by cost.
 
 A stage is a shallow copy of the model in which the parts of other stages are ``Absent``, so the
 model's own ``forward`` runs every stage. Positions in lists stay: every parameter keeps its name.
@@ -22,7 +22,7 @@ from forgekit.parallel.pipeline.stage import Absent, Stage
 
 @attrs.frozen(eq=False)
 class SplitModel:
-    """A model after its split, as one rank holds it.
+    """A split model on one rank.
 
     Attributes:
         stages: The rank's, in order.
@@ -39,7 +39,7 @@ class SplitModel:
 
 @attrs.define(eq=False)
 class _Part:
-    """A child of a module above the parts; ``stage`` is None if every stage has it.
+    """A part of the model; ``stage`` is None if every stage has it.
 
     Before the split the stage is the number of a block, -1 before the blocks, and after them their
     number.
@@ -82,7 +82,7 @@ def split_model(model: nn.Module, blocks: str, stages: int, mine: Sequence[int])
     block_names = [part.name for part in parts if part.parent is path[-1]]
     last_blocks = [block_names[end - 1] for end in bounds[1:]]
     holders = {part.name: part.stage for part in parts if part.stage is not None}
-    # Modules on the way to the parts: their code runs in every stage.
+    # Modules above the parts: their code runs in every stage.
     frame = list(dict.fromkeys([*path, *(part.parent for part in parts)]))
     held, copies = [], []
     for number in mine:
@@ -109,7 +109,7 @@ def _assign(parts: list[_Part], blocks: nn.Module, name: str, stages: int) -> li
             f"{stages} blocks, or a mesh and pipeline_schedule with at most {len(costs)} stages."
         )
     ends = ([cost_of(p.module) for p in parts if p.stage == end] for end in (-1, len(costs)))
-    # Embedding and output count: a large vocabulary takes blocks from the last stage.
+    # Embedding and output count: with a large vocabulary the last stage gets fewer blocks.
     bounds = balance(costs, stages, *map(sum, ends))
     for part in parts:
         if part.stage is not None:
@@ -133,7 +133,7 @@ def _leave_out(parts: list[_Part], twins: dict[nn.Module, nn.Module], stage: Sta
 
 
 def cost_of(module: nn.Module) -> float:
-    """Cost of a module per position: the elements of its matrices, two operations on each.
+    """Return a module's cost per position: the number of its matrix elements.
 
     A lookup reads one row, so an embedding costs its width. Attention's own cost, the same in
     every block, and vectors are left out; all experts of a layer count.
@@ -147,7 +147,7 @@ def cost_of(module: nn.Module) -> float:
 
 
 def balance(costs: Sequence[float], stages: int, first: float = 0, last: float = 0) -> list[int]:
-    """Split a row of blocks so that the most expensive stage is as cheap as possible.
+    """Split a sequence of blocks so that the most expensive stage is as cheap as possible.
 
     Args:
         costs: Cost of each block.
@@ -180,7 +180,7 @@ def balance(costs: Sequence[float], stages: int, first: float = 0, last: float =
 
 
 def _parts(path: list[nn.Module], names: list[str]) -> Iterator[_Part]:
-    """The children of all modules on the path to the blocks, and the blocks."""
+    """List the children of all modules above the blocks, and the blocks."""
     blocks = _children(path[-1])
     for depth, (parent, inner) in enumerate(zip(path[:-1], names, strict=True)):
         stage = -1
@@ -196,7 +196,7 @@ def _parts(path: list[nn.Module], names: list[str]) -> Iterator[_Part]:
 def _opened(
     parent: nn.Module, child: str, name: str, module: nn.Module, stage: int
 ) -> Iterator[_Part]:
-    """A child as a part, or the parts of a list, which is never called itself."""
+    """Yield a child as a part; of a list, which is never called itself, its items."""
     if type(module) in (nn.ModuleList, nn.ModuleDict):
         for inner, part in _children(module):
             yield from _opened(module, inner, f"{name}.{inner}", part, stage)
@@ -206,14 +206,14 @@ def _opened(
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Children by name; one that is used twice appears twice, unlike in ``named_children``."""
+    """Return children by name; unlike in ``named_children`` a shared one appears twice."""
     return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def _owners(
     parts: list[_Part], held_by: Callable[[nn.Module], Iterable[Any]]
 ) -> dict[Any, set[int | None]]:
-    """By module, or parameter, in parts the stages that have it."""
+    """Map modules or parameters of parts to the stages that have them."""
     owners: dict[Any, set[int | None]] = {}
     for part in parts:
         for held in held_by(part.module):
@@ -222,7 +222,7 @@ def _owners(
 
 
 def _shallow(module: nn.Module) -> nn.Module:
-    """Copy a module that shares its parts and buffers, but neither its list of parts nor hooks."""
+    """Copy a module; children and buffers are shared, the dict of children and hooks are not."""
     twin = copy.copy(module)
     for name in vars(nn.Module()):
         value = getattr(twin, name)

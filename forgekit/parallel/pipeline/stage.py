@@ -1,4 +1,4 @@
-"""One pipeline stage: the model's own forward, in which stand-ins take the place of absent parts.
+"""One pipeline stage: the model's own forward, with stand-ins for absent parts.
 
 What crosses from stage to stage is what the last block before the boundary returned. On the next
 stage that block, which is absent there, returns it; every other absent part returns NaN. So code
@@ -25,13 +25,13 @@ RETURN_IT = "Let the blocks take and return it (a tuple of tensors), or use pp=1
 
 @attrs.frozen
 class Leaf:
-    """Shape and dtype of a tensor in what a part returned."""
+    """Shape and dtype of a tensor in a part's output."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def scaled(self, given: Sequence[int], shape: Sequence[int]) -> Leaf:
-        """The leaf for an input ``[b s]`` of another shape than the ``given`` one.
+        """Return the leaf for an input ``[b s]`` of another shape than ``given``.
 
         Rows come first; positions are the first dimension of just that size, else the second one
         of three, which ranks may share. The rest stays.
@@ -48,13 +48,13 @@ class Leaf:
 
 @attrs.frozen
 class Forms:
-    """What the parts of earlier stages return, by part, for an input of ``shape``, ``[b s]``."""
+    """The outputs of earlier stages' parts, by part, for an input of ``shape``, ``[b s]``."""
 
     shape: tuple[int, ...]
     by_part: Mapping[str, Any]
 
     def at(self, part: str, shape: Sequence[int]) -> Any:
-        """What a part returns for an input of another shape, with leaves for tensors."""
+        """Return a part's output for an input of another shape, with leaves for tensors."""
         form = self.by_part[part]
         if tuple(shape) == self.shape:
             return form
@@ -62,7 +62,7 @@ class Forms:
 
 
 StandIn = Callable[[Leaf], Tensor]
-"""Makes a tensor in what an absent part returns."""
+"""Makes a tensor of an absent part's output."""
 
 
 @attrs.define(eq=False)
@@ -91,7 +91,7 @@ class Run:
 
 
 class Stage:
-    """A rank's side of one stage.
+    """A rank's part of one stage.
 
     Args:
         number: The stage.
@@ -125,13 +125,13 @@ class Stage:
             run: What the absent parts return.
 
         Returns:
-            What the model returns, of the last stage; of the others what its last block returned.
+            The model's output on the last stage, else the output of the stage's last block.
         """
-        if not self._is_hooked:  # not before: FSDP's own hook comes first
+        if not self._is_hooked:  # at the first run, after FSDP's own hook
             block = self.parts[self._departure]
             keep: Callable[..., Any] = self._keep
             if block._compiled_call_impl is not None:
-                keep = torch.compiler.disable(keep)  # compiled blocks trace their hooks
+                keep = torch.compiler.disable(keep)  # compiled blocks trace hooks
             block.register_forward_hook(keep)
             self._is_hooked = True
         self._run = run
@@ -141,7 +141,7 @@ class Stage:
             self._run = None
 
     def answer(self, name: str) -> Any:
-        """Return what crossed for an absent part, or stand-ins; leave if it is a later one's."""
+        """Return an absent part's received output, or stand-ins; stop at a later stage's part."""
         run = self._running(name)
         if self.is_later(name):
             raise _Reached
@@ -157,18 +157,18 @@ class Stage:
             return mapped(run.stand_in, form, Leaf)
         run.has_arrived = True
         run.arrive()
-        # The stream comes in the form in which the last block of the stage before returned it.
+        # The stream has the form of the previous stage's last output.
         tensors = iter(run.received)
         return mapped(lambda _: next(tensors), form, Leaf)
 
     def is_later(self, name: str) -> bool:
-        """Whether a part is one of a later stage."""
+        """Whether a part belongs to a later stage."""
         return self._holders[name] > self.number
 
     def refuse_use(self, name: str, how: str) -> None:
-        """End the stage where a later part is used without being called; refuse an earlier one."""
+        """End the stage when a later part is used without a call; raise for an earlier one."""
         if self._run is not None:
-            # No AttributeError, which `getattr` with a default would pass by.
+            # Not an AttributeError, which `getattr` with a default would swallow.
             raise _Reached if self.is_later(name) else ValueError(elsewhere(name, how))
 
     def _running(self, name: str) -> Run:
@@ -177,14 +177,14 @@ class Stage:
         return self._run
 
     def _keep(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if self._run is not None:  # None: recomputed by a backward pass
+        if self._run is not None:  # None: recomputed in backward
             self._run.sent = output
             self._run.versions = [tensor._version for tensor in tensors_of(output)]
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         run = self._running("a stage")
         try:
-            # The model's own forward, up to the first part of a later stage.
+            # The model's forward, up to the first part of a later stage.
             out = forward(*args, **keywords)
         except _Reached:
             out = self._sent(run)
@@ -210,7 +210,7 @@ class Stage:
 
 
 class Absent(nn.Module):
-    """Stands where a part of another stage would be; has its plain settings (numbers, strings).
+    """Replaces a part of another stage; has its plain settings (numbers, strings).
 
     Args:
         of: The part.
@@ -228,7 +228,7 @@ class Absent(nn.Module):
                 setattr(self, key, value)
 
     def forward(self, *_args: Any, **_keywords: Any) -> Any:
-        """Return what crossed for the part."""
+        """Return the part's received output."""
         if self._stage is None:
             raise RuntimeError(elsewhere(self._part, "called"))
         return self._stage.answer(self._part)
@@ -236,7 +236,7 @@ class Absent(nn.Module):
     def __getattr__(self, name: str) -> Any:
         how = f"read for {name!r}"
         if not name.startswith("_") and self._stage is not None:
-            # A later part's weight is read for code that this stage does not reach.
+            # A later part's weight may be read for code that this stage does not reach.
             if name in ("weight", "bias") and self._stage.is_later(self._part):
                 return None
             self._stage.refuse_use(self._part, how)
@@ -244,7 +244,7 @@ class Absent(nn.Module):
 
 
 def elsewhere(name: str, how: str) -> str:
-    """Say that a part is used that another stage holds."""
+    """Build the error for the use of a part on another stage."""
     return (
         f"{name or 'a part'}, which another pipeline stage holds, is {how}; only what the blocks "
         "return crosses. Return it, move it into them, or use pp=1."
@@ -252,18 +252,18 @@ def elsewhere(name: str, how: str) -> str:
 
 
 def poison(leaf: Leaf, device: torch.device) -> Tensor:
-    """Make what was never meant to be read: NaN, which would show in the loss."""
+    """Make a value that must not be read: NaN, which would show in the loss."""
     empty = float("nan") if leaf.dtype.is_floating_point else 0
     return torch.full(leaf.shape, empty, dtype=leaf.dtype, device=device)
 
 
 def form_of(value: Any) -> Any:
-    """What a module returned, with a leaf in place of each tensor."""
+    """Replace the tensors of a module's output by leaves."""
     return mapped(lambda tensor: Leaf(tuple(tensor.shape), tensor.dtype), value)
 
 
 def mapped(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> Any:
-    """Rebuild what a module returned with each tensor replaced.
+    """Rebuild a module's output with each tensor replaced.
 
     Args:
         function: Takes a tensor, in order.
@@ -294,7 +294,7 @@ def mapped(function: Callable[[Any], Any], value: Any, kind: type = Tensor) -> A
 
 
 def tensors_of(value: Any, kind: type = Tensor) -> list[Any]:
-    """List the tensors in what a module returned, in the order of ``mapped``."""
+    """List the tensors of a module's output, in the order of ``mapped``."""
     tensors: list[Any] = []
     mapped(tensors.append, value, kind)
     return tensors
@@ -308,4 +308,4 @@ def _dropped(number: int, name: str, does: str) -> str:
 
 
 class _Reached(BaseException):
-    """Leaves the model's forward where a later stage begins; no ``except Exception`` holds it."""
+    """Ends the model's forward at a later stage; passes through ``except Exception``."""

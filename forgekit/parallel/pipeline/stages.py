@@ -1,4 +1,4 @@
-"""This rank's pipeline stages: how the model was split, what crosses, and torch's schedules.
+"""This rank's pipeline stages: the split model, what crosses, and torch's schedules.
 
 What a stage computes comes from ``steps/pipelined.py``. Ranks that disagree would wait for each
 other until a time-out. So they compare their micro-batches before each step, and the first one of
@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 CPU = torch.device("cpu")
 SOCKETS = ("attend", "dispatch", "locate")
 CACHED = 4
-"""Schedules that are kept; each keeps a receive buffer for each of its micro-batches."""
+"""Number of cached schedules; each holds receive buffers for its micro-batches."""
 
 
 class Stages:
-    """A rank's stages of a pipeline.
+    """A rank's pipeline stages.
 
-    Keeps of the model what they need, in place: it keeps the names of its parameters and can no
+    The model keeps only what they need, in place: it keeps the names of its parameters and can no
     longer be called. ``parallelize`` has compared models and options over the ranks. Each of
     ``modules`` is to be wrapped by FSDP as a root of its own, after its blocks and with
     ``reshard_after_forward=False``: a backward in two parts finds parameters only while they are
@@ -62,9 +62,9 @@ class Stages:
         mesh: What ``build_mesh`` returned.
         schedule: The pipeline schedule.
         blocks: Name of the list of repeated layers.
-        splits_backward: Whether schedules that fill bubbles with gradients of weights may find
-            these apart from gradients of inputs. Recomputed blocks would be recomputed twice (and
-            selective recomputation refuses), compiled ones run their backward twice: pass False.
+        splits_backward: Whether schedules that fill bubbles with gradients of weights may compute
+            them separately from gradients of inputs. Recomputed blocks would be recomputed twice
+            (selective recomputation raises), compiled ones run backward twice: pass False.
 
     Attributes:
         count: Number of stages of all ranks.
@@ -100,7 +100,7 @@ class Stages:
         kind = mesh.device_type
         index = torch.get_device_module(kind).current_device()
         self.device = CPU if kind == "cpu" else torch.device(kind, index)
-        # Small exchanges go over the processors, so that no host waits for a device.
+        # Small exchanges go over the CPUs, so that no host waits for a device.
         has_gloo = "cpu:" in dist.get_backend_config()
         self._wire = CPU if has_gloo else self.device
         self._split = split_model(model, blocks, self.count, self.mine)
@@ -119,7 +119,7 @@ class Stages:
         return self.count - 1 in self.mine
 
     def follow(self) -> None:
-        """Bring the copies in the stages up to date with the model's modes and sockets."""
+        """Update the stages' copies with the model's modes and sockets."""
         for original, twin in self._split.copies:
             twin.training = original.training
             vars(twin).update({n: s for n, s in vars(original).items() if n in SOCKETS})
@@ -132,7 +132,7 @@ class Stages:
         is_new: bool = False,
         is_alone: bool = False,
     ) -> bool:
-        """Make sure that all ranks of the pipeline are about to run the same; a small exchange.
+        """Raise unless all ranks of the pipeline are about to run the same; a small exchange.
 
         Data-parallel pipelines wait for each other in FSDP's collectives, so they take part.
 
@@ -157,7 +157,7 @@ class Stages:
                 "way would arrive in this step. Start all ranks again from the last checkpoint."
             )
         group = self._group if is_alone else None
-        # Of each pipeline the largest digest and the smallest, which are the same if all are.
+        # Each pipeline's largest and smallest digest, which are equal if all are.
         digests = torch.full((dist.get_world_size() // self._ranks, 2), -(2**62), device=self._wire)
         digest = int.from_bytes(hashlib.blake2b(shown.encode(), digest_size=7).digest(), "little")
         digests[self._globals[0]] = torch.tensor([digest, -digest])
@@ -177,15 +177,15 @@ class Stages:
             if message is not None:
                 raise RuntimeError(f"rank {rank} of the pipeline: {message}")
         by_pipeline = [stated for stated, _ in reports]
-        pipeline, *apart = cast("Difference", find_difference(by_pipeline))
+        pipeline, *differing = cast("Difference", find_difference(by_pipeline))
         raise ValueError(
             "the ranks of a pipeline came with different micro-batches: "
-            + "; ".join(f"rank {members[at]} has {by_pipeline[at][pipeline]}" for at in apart)
+            + "; ".join(f"rank {members[at]} has {by_pipeline[at][pipeline]}" for at in differing)
             + ". Give all of them the same: forgekit.data_ranks(mesh) counts them as one."
         )
 
     def knows(self, kind: Hashable, shape: Sequence[int]) -> bool:
-        """Say whether a kind of call was rehearsed, and use what was learned from it."""
+        """Whether a kind of call was rehearsed; if so, use its forms."""
         rehearsed = self._rehearsed.get((kind, None)) or self._rehearsed.get((kind, tuple(shape)))
         self._forms = rehearsed or self._forms
         return rehearsed is not None
@@ -196,7 +196,7 @@ class Stages:
         shape: Sequence[int],
         compute: Callable[[int, Sequence[Tensor], StandIn, Callable[[], Any]], Sequence[Tensor]],
     ) -> None:
-        """Run the stages one after the other, to learn what crosses between them.
+        """Run the stages one after the other, to record what crosses between them.
 
         Needed before the first step or evaluation of each kind. Mistakes in the model or the loss
         come up here, on every rank, where in the middle of a schedule one rank would raise and
@@ -231,7 +231,7 @@ class Stages:
                 raise RuntimeError(f"stage {stage} of the pipeline, on rank {source}: {report[0]}")
             forms.update(report[0][0])
             proofs.append(report[0][1])
-        # NCCL wants a group's first batch of sends to come from all of its ranks.
+        # NCCL needs all ranks of a group in its first batch of sends.
         dist.all_reduce(torch.zeros(1, device=self.device), group=self._group)
         self._forms = Forms(tuple(shape), forms)
         if all(proofs):
@@ -240,14 +240,14 @@ class Stages:
             self._rehearsed[kind, None if holds_for_all else tuple(shape)] = self._forms
 
     def _drawn(self, stage: int, shape: Sequence[int]) -> tuple[Tensor, ...]:
-        """Numbers for what a stage receives, alike on all ranks, as they arrive in a step."""
+        """Draw a stage's input, the same on all ranks, as it would arrive in a step."""
         generator = torch.Generator(self.device).manual_seed(stage)
         leaves = self.passed(stage - 1, shape) if stage else ()
         drawn = [draw(1.0, generator, self.device, leaf) for leaf in leaves]
         return tuple(t.requires_grad_(t.is_floating_point()).view_as(t) for t in drawn)
 
     def passed(self, stage: int, shape: Sequence[int] | None = None) -> list[Leaf]:
-        """What a stage sends for a micro-batch of ``[b s]``, by default the rehearsed one's."""
+        """Return the form of a stage's output for ``[b s]``, by default the rehearsed shape."""
         part, shape = self._split.last_blocks[stage], self._forms.shape if shape is None else shape
         return tensors_of(self._forms.at(part, shape), Leaf)
 
@@ -287,7 +287,7 @@ class Stages:
                 f"{tuple(shape)}; the next stage awaits {due}, as in the first one: [rows "
                 "positions ...] of one dtype."
             )
-        return tuple(tensor.contiguous() for tensor in tensors_of(out))  # or it cannot be sent
+        return tuple(tensor.contiguous() for tensor in tensors_of(out))  # else it cannot be sent
 
     def run(
         self,
@@ -309,25 +309,25 @@ class Stages:
             Exception: What ``compute``, or the backward pass, raises. The other ranks wait for what
                 this one does not send: the process has to end.
         """
-        # Torch's schedule walks this rank's row of the table of work: before each forward it waits
-        # for the activations, after it sends them on; backward the same the other way round. The
-        # stages compute in between, and pull a micro-batch when its turn comes.
+        # Torch's schedule executes this rank's row of the table of work: it receives activations
+        # before each forward and sends them after it; backward likewise in reverse. The stages
+        # compute in between, and pull a micro-batch when its turn comes.
         passed = tuple(tuple(self.passed(stage, shape)) for stage in range(self.count - 1))
         schedule, stages = self._built(micro_batches, passed)
         for stage in stages:
             stage.compute, stage.has_backward, stage.reduces = compute, True, reduces
             stage.clear_runtime_states()
-        # Torch is given numbers only: as keywords to forward, as targets to the loss.
+        # Torch gets numbers only, as keywords of forward and as targets of the loss.
         numbers = list(range(micro_batches))
         by_name = [{"micro_batch": number} for number in numbers]
         with self.guarded():
             try:
                 schedule._step_microbatches([()] * micro_batches, by_name, numbers)
             except RuntimeError as error:
-                raise error.__cause__ or error from None  # torch's own lists all tensors
+                raise error.__cause__ or error from None  # torch's own error lists all tensors
             finally:
                 for stage in stages:
-                    del stage.compute  # and with it what it holds of this step
+                    del stage.compute  # and with it this step's data
 
     def evaluate(self, shapes: Mapping[int, Sequence[int]], compute: Compute) -> None:
         """Run forward passes of some micro-batches.
@@ -344,7 +344,7 @@ class Stages:
         for stage in self.mine:
             source, target = self._owners.get(stage - 1), self._owners.get(stage + 1)
             if source == target:
-                # NCCL has one order for all that two ranks send each other: a send between two
+                # NCCL orders everything that two ranks send each other: a send between two
                 # receives here would wait for a send of the other rank that waits for this one.
                 kept = {number: self._receive(stage, shape) for number, shape in shapes.items()}
             for number, shape in shapes.items():
@@ -366,7 +366,7 @@ class Stages:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """After an exception inside, refuse to go on: what is on its way is never received."""
+        """After an exception in the block raise from then on: messages are left unreceived."""
         try:
             yield
         except BaseException:
@@ -374,7 +374,7 @@ class Stages:
             raise
 
     def check_count(self, micro_batches: int) -> None:
-        """Raise unless the schedule can run a number of micro-batches."""
+        """Raise unless the schedule supports a number of micro-batches."""
         check_micro_batches(self._schedule, self._ranks, micro_batches)
 
     def _build(
@@ -390,12 +390,12 @@ class Stages:
         ]
         given = stages[0] if stages_per_rank(self._schedule) == 1 else stages
         build = schedule_class(self._schedule)
-        # The loss function of torch's schedule: the last stage returns the loss already.
+        # Torch's schedule wants a loss function; the last stage already returns the loss.
         return build(given, micro_batches, loss_fn=lambda x, _: x, scale_grads=False), stages
 
 
 def _has_positions(leaf: Leaf, shape: Sequence[int]) -> bool:
-    """Whether a tensor is ``[b s ...]``, or one number: so its shape for any input is known."""
+    """Whether a tensor is ``[b s ...]`` or a scalar, so that its shape for any input is known."""
     rows, positions = (*leaf.shape, 0, 0)[:2]
     return not leaf.shape or (rows == shape[0] and positions > 0 and shape[1] % positions == 0)
 

@@ -1,4 +1,4 @@
-"""A stage of torch's that computes through a function, with micro-batches by their number.
+"""A stage for torch's schedules that calls a function with micro-batch numbers.
 
 ``torch.distributed.pipelining`` gives the order of work, sends and receives, and FSDP's gathers and
 reductions. What differs from its own ``step``: micro-batches are asked for when a stage needs them,
@@ -21,12 +21,12 @@ from forgekit.parallel.pipeline.stage import Leaf
 Compute = Callable[[int, int, tuple[Tensor, ...]], Sequence[Tensor]]
 """``compute(stage, micro_batch, received)``: what the stage sends; of the last, the loss."""
 
-# The first stage's input and the loss are not sent; torch wants an example all the same.
+# The first stage's input and the loss are not sent, but torch needs an example.
 EDGE = (Leaf((), torch.float32),)
 
 
 class TorchStage(PipelineStage):
-    """Its ``compute``, set for each step, gives what it sends; of the last stage, the loss.
+    """A stage whose ``compute``, set for each step, returns what it sends; on the last, the loss.
 
     Args:
         module: The stage's part of the model.
@@ -34,7 +34,7 @@ class TorchStage(PipelineStage):
         passed: What each stage but the last sends.
         device: Where it computes.
         group: The ranks of the pipeline.
-        splits_backward: Whether gradients of weights are found apart from those of inputs.
+        splits_backward: Whether gradients of weights and of inputs are computed separately.
     """
 
     compute: Compute
@@ -59,21 +59,21 @@ class TorchStage(PipelineStage):
             input_args=_examples(edges[number]),
             output_args=_examples(edges[number + 1]),
             group=group,
-            # What it runs for the gradients of weights, where they came along with the inputs'.
+            # Does nothing if gradients of weights were computed with the inputs'.
             dw_builder=None if splits_backward else lambda: lambda: None,
         )
         # Torch's own check, under TORCH_DISTRIBUTED_DEBUG=DETAIL, would miss the first's input.
         self._runtime_validate = False
 
     def forward_maybe_with_nosync(self, *args: Any, micro_batch: int) -> Any:
-        """Compute; torch gives what was received, if the stage is not the first."""
+        """Compute; torch passes the received input, except on the first stage."""
         out = self.compute(self.stage_index, micro_batch, tuple(map(arrived, args)))
-        # Torch detaches them in place after a backward to the inputs; views cannot be.
+        # Torch detaches outputs in place after a backward to the inputs, which views do not allow.
         sent = tuple(tensor.clone() if tensor._is_view() else tensor for tensor in out)
         return sent[0] if self.is_last else sent
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce gradients after a step's last schedule; before it they stay with FSDP."""
+        """Reduce gradients after a step's last schedule; until then FSDP holds them."""
         if self.reduces:
             super().perform_reduce_grad(grad_scale_factor)
             return
@@ -83,10 +83,10 @@ class TorchStage(PipelineStage):
 
 
 def arrived(buffer: Tensor) -> Tensor:
-    """What was received, apart from the buffer that it came in."""
+    """Return the received input without its buffer."""
     received = buffer.view_as(buffer)
     if received.requires_grad:
-        received.register_hook(Tensor.contiguous)  # only such gradients can be sent
+        received.register_hook(Tensor.contiguous)  # only contiguous gradients can be sent
     return received
 
 

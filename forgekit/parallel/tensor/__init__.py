@@ -1,1 +1,1 @@
-"""Tensor parallelism: plans, styles, logits sharded by the vocabulary."""
+"""Tensor parallelism: plans, styles, vocabulary-sharded logits."""

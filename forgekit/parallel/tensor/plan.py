@@ -1,4 +1,4 @@
-"""Reading a tensor-parallel plan: each module's style, and whether everything divides.
+"""Reading of tensor-parallel plans: the style of each module, and checks of divisibility.
 
 It needs no processes and changes nothing, so that a plan that cannot work stops on every rank
 alike, before the first collective.
@@ -23,7 +23,7 @@ Style = str | ParallelStyle
 Plan = Mapping[str, Style]
 
 TRANSFORMERS_EXPERTS = "moe_tp_experts"
-"""What transformers calls the style of a module of experts, of whose parameters it has entries too.
+"""Style of transformers for a module of experts, whose parameters have entries too.
 
 Its style would shard the width of each expert, gate and projection side by side in one tensor; here
 each rank has whole experts instead.
@@ -39,11 +39,11 @@ TRANSFORMERS_STYLES: Mapping[str, str] = MappingProxyType(
         TRANSFORMERS_EXPERTS: GROUPED,
     }
 )
-"""Styles of transformers, and what they are called here: its norms see a rank's heads."""
+"""Names here of transformers' styles; its norms see a rank's heads."""
 
 
 def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str, Style]:
-    """Find each module's style and check that everything divides; nothing is changed.
+    """Find each module's style and check divisibility; nothing is changed.
 
     Args:
         model: The whole model.
@@ -76,15 +76,15 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
     for name, style in styles.items():
         _check_kind(name, modules[name], style)
         _check_sizes(name, modules, style, size)
-    # What the experts' own styles see to, with all that is inside.
-    apart = [name for name, style in styles.items() if style == EXPERT]
-    apart += [f"{name}.router" for name, style in styles.items() if style == ROUTED]
+    # Handled by the experts' styles, with all submodules.
+    handled = [name for name, style in styles.items() if style == EXPERT]
+    handled += [f"{name}.router" for name, style in styles.items() if style == ROUTED]
     unnamed = [
         name
         for name, module in modules.items()
         if name not in styles
         and next(module.parameters(recurse=False), None) is not None
-        and not any(f"{name}.".startswith(f"{outer}.") for outer in apart)
+        and not any(f"{name}.".startswith(f"{outer}.") for outer in handled)
     ]
     if unnamed and "sequence" in styles.values():
         raise ValueError(
@@ -103,7 +103,7 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
 
 
 def model_plan(model: nn.Module, size: int) -> Plan | None:
-    """Read the plan that a model brings, or the configuration of a model of transformers.
+    """Return the plan of a model, or of a transformers model's configuration.
 
     Of the latter, embeddings and head are shared by tokens, and what does not divide stays whole: a
     vocabulary, experts.
@@ -138,7 +138,7 @@ def model_plan(model: nn.Module, size: int) -> Plan | None:
         pattern, style = f"{base}.{pattern}" if base else pattern, TRANSFORMERS_STYLES[style]
         matched: list[Any] = [module for module, n in names.items() if fnmatchcase(n, pattern)]
         is_even = style != GROUPED or all(not module.num_experts % size for module in matched)
-        # The configuration names what some models of its kind have: dense layers, or experts.
+        # The configuration also names modules that only some models of its type have.
         if matched and is_even:
             styles[pattern] = style
     for get, style in (("get_output_embeddings", "colwise"), ("get_input_embeddings", "embedding")):
@@ -178,7 +178,7 @@ def _check_sizes(name: str, modules: Mapping[str, nn.Module], style: Style, size
             continue
         number = (*module.get_parameter(leaf).shape, 1)[dim]
         shown = f"dimension {dim} of '{name}.{leaf}'"
-        # Whole heads stay on one rank: as many query heads everywhere, and key and value heads.
+        # Heads are not split: each rank has equally many query heads, and key and value heads.
         channels = _head_channels(parent) if style == "colwise" else 0
         if channels and number % channels == 0:
             number, shown = number // channels, f"the number of heads of {name!r}"

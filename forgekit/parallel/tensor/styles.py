@@ -1,4 +1,4 @@
-"""What tensor parallelism does to one module: its parameters become DTensors, its forward local.
+"""Tensor-parallel styles of a module: parameters become DTensors, forward computes locally.
 
 torch's own styles compute with DTensors, whose bookkeeping costs more than a small matrix product.
 The ones here compute with this rank's plain tensors, so that any module's ``forward`` works, fused
@@ -32,20 +32,20 @@ POSITIONS = Shard(1)
 """Activations are ``[b s d]``."""
 
 EVERYWHERE = Replicate()
-"""What all ranks have alike."""
+"""Values that all ranks hold."""
 
 
 PARAMETER_LISTS = nn.ParameterList, nn.ParameterDict
-"""Modules that nobody calls: the one above takes their parameters."""
+"""Modules that are not called: their parent uses their parameters."""
 
 
 class Region(NamedTuple):
-    """Where a plan is applied.
+    """The context in which a plan is applied.
 
     Attributes:
         mesh: The ranks, a mesh of one dimension.
-        stream: What ranks hold of the residual stream: ``POSITIONS`` or ``EVERYWHERE``.
-        logits: Projections whose output is a DTensor, for what stands after them in the model.
+        stream: Placement of the residual stream: ``POSITIONS`` or ``EVERYWHERE``.
+        logits: Projections whose output is a DTensor, for the code after them in the model.
     """
 
     mesh: DeviceMesh
@@ -70,30 +70,30 @@ class StyleRecord(NamedTuple):
 
 
 def _apply_alike(module: nn.Module, region: Region) -> None:
-    """Let every rank compute the same: plain activations in and out."""
+    """Replicate: every rank computes the same, on plain activations."""
     _distribute(module, region, EVERYWHERE)
-    # What it takes itself instead of calling the child.
+    # Parameters that it uses itself instead of calling a child.
     takes_all = isinstance(module, nn.MultiheadAttention)
     taken = (m for m in module.children() if takes_all or isinstance(m, PARAMETER_LISTS))
     wrap_forward(module, partial(_alike, [module, *taken]))
 
 
 def _apply_colwise(module: nn.Linear, region: Region) -> None:
-    """Shard a projection by its outputs: all channels in, this rank's out."""
+    """Shard a projection by outputs: all channels in, this rank's out."""
     _distribute(module, region, Shard(0))
     wrap_forward(module, partial(_project_out, module, region))
 
 
 def _apply_gathered(module: nn.Linear, region: Region) -> None:
-    """Shard a projection by its outputs: all channels in, and all out."""
+    """Shard a projection by outputs: all channels in, all out."""
     _distribute(module, region, Shard(0))
     wrap_forward(module, partial(_project_whole, module, region))
 
 
 def _apply_rowwise(project: Forward, module: nn.Linear, region: Region) -> None:
-    """Shard a projection by its inputs: this rank's channels, or all, in; sums over ranks out."""
+    """Shard a projection by inputs: this rank's channels, or all, in; sums over ranks out."""
     bias = module.bias
-    # A bias is added once, to the sum: it stays whole, or each rank would add it.
+    # The bias is added once, to the sum; so it is not sharded.
     module.bias = None  # pyright: ignore[reportAttributeAccessIssue]
     _distribute(module, region, Shard(1))
     module.bias = _shard(bias, region, EVERYWHERE) if bias is not None else bias
@@ -114,7 +114,7 @@ def _apply_embedding(module: nn.Embedding, region: Region) -> None:
 
 
 def _apply_sequence(module: nn.Module, region: Region) -> None:
-    """Let a norm, or dropout, work on this rank's positions.
+    """Apply a norm or dropout to this rank's positions.
 
     A norm returns those of all ranks: what follows (queries, keys and values) shares the one
     gathered DTensor, and in backward the one reduce-scatter of their summed gradients. For dropout
@@ -129,7 +129,7 @@ def _apply_sequence(module: nn.Module, region: Region) -> None:
 
 
 def _apply_part(placement: Placement, module: nn.Module, region: Region) -> None:
-    """Let a module work on this rank's channels or heads; it treats each by itself.
+    """Apply a module to this rank's channels or heads, which it treats independently.
 
     Its parameters are sharded like what they multiply, or whole with the sum of ranks' gradients.
     """
@@ -138,12 +138,12 @@ def _apply_part(placement: Placement, module: nn.Module, region: Region) -> None
 
 
 def _apply_routed(module: Any, region: Region) -> None:
-    """Let each rank compute a part of every expert's sum; routers see all positions.
+    """Compute a part of every expert's sum on each rank; routers see all positions.
 
     So counts, capacity and terms are those of one process, on each rank. Those of the first rank
     are counted and enter gradients, which are summed over the ranks.
     """
-    # All ranks route alike, and each gives a part of the gradient: that of its widths.
+    # All ranks route alike; each has the part of the gradient of its widths.
     router, experts = module.router, module.experts
     _distribute(router, region, EVERYWHERE)
     wrap_forward(router, partial(_choose_alike, router, region))
@@ -155,7 +155,7 @@ def _apply_routed(module: Any, region: Region) -> None:
 
 
 def _apply_grouped(module: Any, region: Region) -> None:
-    """Let each rank compute some experts of a module of transformers; sums out.
+    """Compute some experts of a transformers module on each rank; sums out.
 
     While it computes, the module counts this rank's experts, and passes over pairs beyond them.
     """
@@ -164,7 +164,7 @@ def _apply_grouped(module: Any, region: Region) -> None:
 
 
 def take_whole(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Take what all ranks compute with, a plain tensor to whose gradient each adds a part.
+    """Return a replicated parameter as a plain tensor; each rank adds a part to its gradient.
 
     Args:
         x: ``[... d]``; if it is plain, the same on all ranks.
@@ -172,26 +172,26 @@ def take_whole(x: Tensor, mesh: DeviceMesh) -> Tensor:
     """
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
-    # Where nothing is to be moved, the backward of `redistribute` would sum the parts up too early.
+    # With nothing to move, the backward of `redistribute` would sum the parts too early.
     elif not x.placements[0].is_replicate():
         x = x.redistribute(placements=(Replicate(),))
     return x.to_local(grad_placements=(Partial(),))
 
 
 def _distribute(module: nn.Module, region: Region, placement: Placement) -> None:
-    """Make DTensors of a module's own parameters; ranks keep their part and send nothing."""
+    """Make DTensors of a module's own parameters; ranks keep their shard and send nothing."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         placed = EVERYWHERE if _is_whole(name, placement) else placement
         module.register_parameter(name, _shard(parameter, region, placed))
 
 
 def _is_whole(leaf: str, placement: Placement) -> bool:
-    """Whether a factor of an adapter is the same on all ranks beside a sharded weight."""
+    """Whether an adapter's factor is replicated beside a sharded weight."""
     return isinstance(placement, Shard) and leaf in WHOLE_FACTORS[placement.dim]
 
 
 def _gradient(placement: Placement, leaf: str) -> Placement:
-    """What the gradient of a projection's parameter is: a shard, or of a whole factor a part."""
+    """Return the placement of a parameter's gradient: a shard, or partial for a whole factor."""
     return Partial() if _is_whole(leaf, placement) else placement
 
 
@@ -211,7 +211,7 @@ def _alike(modules: list[nn.Module], forward: Forward, *args: Any, **kwargs: Any
 
 
 def _check_held(modules: list[nn.Module], part: int, whole: int) -> None:
-    """Raise if such a part of something was to meet a whole parameter that a module holds."""
+    """Raise if a shard would meet a whole parameter that a module holds directly."""
     for module in modules:
         for name, parameter in module.named_parameters(recurse=False):
             if whole in parameter.shape and whole % part == 0:
@@ -225,20 +225,20 @@ def _check_held(modules: list[nn.Module], part: int, whole: int) -> None:
 
 def _project_out(module: nn.Linear, region: Region, forward: Forward, x: Tensor) -> Tensor:
     """``[... d]`` -> ``[... e/tp]``."""
-    # All ranks see the same input, and each gives the part of its gradient that its rows find.
+    # All ranks have the same input; each contributes its rows' part of the input's gradient.
     gradient = partial(_gradient, Shard(0))
     out = with_local_parameters([module], gradient, forward, take_whole(x, region.mesh))
     return _shards(out, region, Shard(-1)) if module in region.logits else out
 
 
 def _project_whole(module: nn.Linear, region: Region, forward: Forward, x: Tensor) -> Tensor:
-    """``[... d]`` -> ``[... e]``, gathered, which all ranks then treat alike."""
+    """``[... d]`` -> ``[... e]``, gathered; all ranks then compute the same."""
     out = _shards(_project_out(module, region, forward, x), region, Shard(-1))
     return out.redistribute(placements=(EVERYWHERE,)).to_local()
 
 
 def _project_split(module: nn.Linear, region: Region, forward: Forward, x: Tensor) -> Tensor:
-    """``[b s d]``, alike on all ranks -> ``[b s e]``, or this rank's positions of it."""
+    """``[b s d]``, replicated -> ``[b s e]``, or this rank's positions of it."""
     return _project_in(module, region, forward, _shards(x, region, EVERYWHERE))
 
 
@@ -247,7 +247,7 @@ def _project_in(module: nn.Linear, region: Region, forward: Forward, x: Tensor) 
     if isinstance(x, DTensor):
         x = x.redistribute(placements=(Shard(-1),)).to_local()
     sharded, bias = module._parameters, module._parameters.get("bias")
-    module._parameters = {**sharded, "bias": None}  # it is added once, not on every rank
+    module._parameters = {**sharded, "bias": None}  # added once, not on every rank
     try:
         out = with_local_parameters([module], partial(_gradient, Shard(1)), forward, x)
     finally:
@@ -273,7 +273,7 @@ def _compute_some(
     module: Any, region: Region, forward: Forward, x: Tensor, expert_ids: Tensor, weights: Tensor
 ) -> Tensor:
     """``[n d]`` -> ``[n d]``; another rank's experts have the number ``count``, and weight 0."""
-    # Experts of transformers skip the number `num_experts` if they are told to be parallel.
+    # Experts of transformers skip the number `num_experts` if they are marked as parallel.
     before = module.num_experts, module._is_expert_parallel
     mesh = region.mesh
     count = module.num_experts // mesh.size()
@@ -298,7 +298,7 @@ def _add_up(region: Region, compute: Forward, x: Tensor) -> Tensor:
 def _gathered(module: nn.Module, region: Region, forward: Forward, x: Tensor) -> DTensor:
     """``[b s/tp d]`` -> ``[b s d]``."""
     out = with_local_parameters([module], Partial(), forward, x)
-    # One DTensor for all that follows: its gradients are summed before they are scattered.
+    # One DTensor for all users, so that gradients are summed before they are scattered.
     return _shards(out, region, POSITIONS).redistribute(placements=(Replicate(),))
 
 
@@ -315,10 +315,10 @@ def _drop_channels(region: Region, x: Tensor, p: float) -> Tensor:
 
 
 def _mask_here(region: Region, x: Tensor, drop: Callable[[Tensor], Tensor]) -> Tensor:
-    """Draw the whole mask, from the generator that tp ranks share, and take this rank's slice."""
+    """Draw the whole mask from the generator that tp ranks share; return this rank's slice."""
     ranks, rank = region.mesh.size(), region.mesh.get_local_rank()
     whole = x.new_ones(x.shape[0], x.shape[1] * ranks, *x.shape[2:])
-    # A copy, so that backward does not keep the whole mask.
+    # A copy, so that the whole mask is not saved for backward.
     return drop(whole).chunk(ranks, 1)[rank].clone()
 
 
@@ -327,7 +327,7 @@ def _shards(local: Tensor, region: Region, placement: Placement) -> DTensor:
 
 
 def _sum_parts(mesh: DeviceMesh, parts: Tensor, output: Placement = EVERYWHERE) -> Tensor:
-    """Add up parts: reduced where all positions are wanted, scattered where this rank's are."""
+    """Sum parts: all-reduce for all positions, reduce-scatter for this rank's."""
     sums = DTensor.from_local(parts, mesh, (Partial(),), run_check=False)
     return sums.redistribute(placements=(output,)).to_local()
 
@@ -343,7 +343,7 @@ def _embed(module: nn.Embedding, region: Region, forward: Forward, ids: Tensor) 
     rows = module.num_embeddings // mesh.size()
     first = mesh.get_local_rank() * rows
     is_here = (ids >= first) & (ids < first + rows)
-    # Ids outside the vocabulary are not masked, so that they fail as in one process.
+    # Ids outside the vocabulary are not masked, so they fail as in one process.
     is_elsewhere = ~is_here & (ids >= 0) & (ids < module.num_embeddings)
     padding = module.padding_idx
     if padding is not None:
@@ -354,7 +354,7 @@ def _embed(module: nn.Embedding, region: Region, forward: Forward, ids: Tensor) 
         )
     finally:
         module.padding_idx = padding
-    # `where`, not a product: weights may be infinite.
+    # `where`, not a product: weights may be inf.
     return _sum_parts(mesh, torch.where(is_here[..., None], x, 0.0), output)
 
 
@@ -363,7 +363,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether it works on each position by itself, as far as its parameters show."""
+    """Whether a module treats positions independently, judging by its parameters."""
     is_leaf = next(module.children(), None) is None
     return is_leaf and all(p.ndim == 1 for p in module.parameters())
 
@@ -382,7 +382,7 @@ def _is_factor(module: nn.Module) -> bool:
 
 
 def _is_routed(module: Any) -> bool:
-    """A parameter whose width is not said would be whole beside parts, unsummed."""
+    """Whether all widths are stated: a parameter without one would stay whole, unsummed."""
     if not hasattr(module, "reduce") or not hasattr(getattr(module, "experts", None), "widths"):
         return False
     return all(n in module.experts.widths for n in module.experts._parameters)
@@ -417,10 +417,10 @@ LAYERS = "layers with a router, a `reduce` socket, and experts that say all of t
 EXPERTS = "experts of transformers 5, whose parameters are [experts ...]"
 
 ROUTED = "routed"
-"""The style of a layer with a router, experts and shared experts."""
+"""Style of a layer with a router, experts and shared experts."""
 
 GROUPED = "grouped"
-"""The style of experts of transformers, ``[e ...]``: each rank has some of them."""
+"""Style of experts of transformers, ``[e ...]``: each rank has some of them."""
 
 STYLES: Mapping[str, StyleRecord] = MappingProxyType(
     {

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a plan of name patterns says how ranks share each module of any model.
+"""Tensor parallelism by a plan: patterns of module names to styles, for any model.
 
 A plan maps patterns of module names (``layers.*.attention.query``; of several that match the last
 counts) to styles, or to a ``torch.distributed.tensor.parallel.ParallelStyle``, which is applied as
@@ -51,7 +51,7 @@ def apply_plan(
     styles: Mapping[str, Style],
     modules: Mapping[str, nn.Module] | None = None,
 ) -> dict[nn.Module, dict[str, Any]]:
-    """Shard a model's parameters over ranks, in place; their names stay the same.
+    """Shard a model's parameters over ranks, in place; names stay.
 
     Nothing is sent: every rank keeps its part of what it holds, so all must hold the same values,
     or all be on meta. Modules without an entry are computed alike on all ranks, unless the plan
@@ -85,7 +85,7 @@ def apply_plan(
     region = Region(mesh, stream, {modules[name] for name in _logit_modules(styles)})
     shared = shared_parameters(model)
     before = {module: _attributes(module) for module in present}
-    # Children first: what torch's styles do to a whole module leaves out what is sharded already.
+    # Children first: torch's styles for a whole module skip parameters that are already sharded.
     for name, style in reversed(list(styles.items())):
         module = modules[name]
         if module not in present:
@@ -96,7 +96,7 @@ def apply_plan(
                 STYLES["replicate"].apply(module, region)
         else:
             STYLES[style].apply(module, region)
-    # Each module has made a DTensor of its own from what was one parameter.
+    # Each module made its own DTensor of a shared parameter.
     for names in shared:
         share_again(model, names)
     replaced = {module: _replaced(module, attributes) for module, attributes in before.items()}
@@ -104,14 +104,14 @@ def apply_plan(
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """A module's attributes but its tensors and children; hooks are changed in place."""
+    """Return a module's attributes except tensors and children; hooks change in place."""
     tensors = ("_parameters", "_buffers", "_modules")
     kept = {name: value for name, value in vars(module).items() if name not in tensors}
     return {name: copy(value) if isinstance(value, dict) else value for name, value in kept.items()}
 
 
 def _replaced(module: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
-    """What attributes were that are another object now: of a new one the class's, its method."""
+    """Return the former values of replaced attributes; of new ones the class's, such as methods."""
     was = {"forward": MethodType(type(module).forward, module), **before}
     return {
         name: was[name]
@@ -123,7 +123,7 @@ def _replaced(module: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _logit_modules(styles: Mapping[str, Style]) -> set[str]:
-    """Colwise modules whose output nothing takes in: no rowwise module beside or after them."""
+    """Find colwise modules without a rowwise module beside or after them."""
     rowwise = [name for name, style in styles.items() if style == "rowwise"]
     beside = {name.rpartition(".")[0] for name in rowwise} - {""}
     names = list(styles)
@@ -132,7 +132,7 @@ def _logit_modules(styles: Mapping[str, Style]) -> set[str]:
 
 
 def shared_parameters(model: nn.Module) -> list[list[str]]:
-    """Names of each parameter that several modules hold."""
+    """List the names of each shared parameter."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -140,7 +140,7 @@ def shared_parameters(model: nn.Module) -> list[list[str]]:
 
 
 def share_again(model: nn.Module, names: list[str]) -> None:
-    """Make one of the parameters that were one before their modules were sharded."""
+    """Tie parameters again that were one before their modules were sharded."""
     first, *others = [cast("DTensor", model.get_parameter(name)) for name in names]
     for name, other in zip(names[1:], others, strict=True):
         if isinstance(first, DTensor) and first.placements != other.placements:
