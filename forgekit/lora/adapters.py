@@ -1,4 +1,4 @@
-"""Adapters of a model in any layout: added before ``parallelize``, merged and taken out after."""
+"""LoRA adapters in any layout: added before ``parallelize``, merged and unmerged after it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ StateT = TypeVar("StateT", bound=TrainState)
 NONE = MappingProxyType({})
 STACKS = ("gate", "up", "down")
 Base = Literal["nf4"]
-"""How the matrices that get an adapter are held."""
+"""How matrices with an adapter are stored."""
 
 
 def add_lora(
@@ -55,7 +55,7 @@ def add_lora(
     base: Base | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """Add low-rank adapters to matrices of a model and freeze all else, in place, and return it.
+    """Add LoRA adapters to matrices of a model and freeze all else, in place; return the model.
 
     A matrix computes with ``weight + scale * B @ A``, at first with ``weight``, as ``B`` is zero.
     ``A`` comes from ``(seed, name)``, bitwise the same in every layout. Parameters of the base keep
@@ -102,7 +102,7 @@ def add_lora(
 
 
 def add_chosen(model: nn.Module, chosen: Sequence[Adapter], base: Base | None = None) -> nn.Module:
-    """Add adapters to the matrices that they name, in place; freeze all else. See ``add_lora``."""
+    """Add adapters to the named matrices and freeze all else, in place. See ``add_lora``."""
     if packs := base is not None:
         check_choice("base", base, get_args(Base))
     if was_parallelized(model) or any(isinstance(p, DTensor) for p in model.parameters()):
@@ -140,7 +140,7 @@ def merge_lora(model: nn.Module) -> None:
     ``unmerge_lora`` restores every bit; that costs their memory once more. A merged model computes
     without its adapters: it can be evaluated and exported, not trained or checkpointed.
 
-    Of a packed base (``base="nf4"``) what it holds is unpacked and added to: that is what the
+    A packed base (``base="nf4"``) is unpacked and added to: that is what the
     adapter was trained beside, not the weights that were packed. The sum is kept beside it, in the
     dtype that they had, and is not packed again.
 
@@ -190,7 +190,7 @@ def unmerge_lora(model: nn.Module) -> None:
 
 @torch.no_grad()
 def reset_magnitudes(model: nn.Module) -> None:
-    """Set each DoRA magnitude to the lengths of its weight's rows as they are now, in place.
+    """Set each DoRA magnitude to its weight's current row norms, in place.
 
     An adapter that has learned, so that its ``B`` is not zero, keeps its own. ``load_huggingface``
     and ``checkpoint_load`` do this by themselves; call it, on every rank, after other changes of a
@@ -208,13 +208,13 @@ def reset_magnitudes(model: nn.Module) -> None:
 
 
 def relora(state: StateT, *, every: int) -> StateT:
-    """Every ``every`` steps merge a state's adapters into their weights and start new ones.
+    """Merge a state's adapters into their weights every ``every`` steps and start new ones.
 
     Products of low rank, one after the other, add up to a change of high rank (ReLoRA).
 
     Call it after each step; what the model computes does not change. New values of ``A`` come from
     the adapter's seed, its name and the step, so every layout and every resumed run finds the same.
-    The optimizer forgets what it kept for adapters (moments and their step counts begin again) and
+    The optimizer's state of adapters is cleared (moments and their step counts begin again) and
     keeps the rest; a running average begins again with the weights as they are. ReLoRA also warms
     the learning rate up again, which is the schedule's part. In a base of 16 bits a merge rounds
     away what is below their precision.
@@ -245,7 +245,7 @@ def relora(state: StateT, *, every: int) -> StateT:
         for layer in layers:
             _restart(layer, state)
         if (average := average_of(state)) is not None:
-            average.restart()  # it holds factors whose product is in the base now
+            average.restart()  # it averages factors whose product is in the base now
     return donate(state)
 
 
@@ -260,7 +260,7 @@ def _restart(layer: LoraLayer, state: TrainState) -> None:
 
 
 def find_matrices(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that adapters are for, by name of the matrix: a linear layer's or a stack's."""
+    """Return the layers that can have adapters, by name of the matrix (linear layer or stack)."""
     matrices: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -271,12 +271,12 @@ def find_matrices(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Reshard what FSDP has gathered: it would be stale."""
+    """Reshard gathered parameters, which would be stale."""
     release(fsdp_modules(*layout_of(model).roots(model)))
 
 
 def _match(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Names of the matrices that a pattern matches, or whose experts it does."""
+    """Return the matrices that a pattern matches, by their or their experts' names."""
     matrices, chosen = find_matrices(model), set[str]()
     for pattern in patterns:
         matching = {
@@ -297,7 +297,7 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _by_name(names: list[str], patterns: Mapping[str, float], default: float) -> dict[str, float]:
-    """Each matrix's value, of the last pattern that matches; the default without one."""
+    """Return each matrix's value by the last matching pattern, else the default."""
     values = dict.fromkeys(names, default)
     for pattern, value in patterns.items():
         matching = [name for name in names if fnmatchcase(name, pattern)]
@@ -313,10 +313,10 @@ def _by_name(names: list[str], patterns: Mapping[str, float], default: float) ->
 def _problem(
     model: nn.Module, layer: nn.Module, adapter: Adapter, shared: Mapping[str, str], *, packs: bool
 ) -> str | None:
-    """Say why a matrix cannot get an adapter, or not one with these options."""
+    """Return why a matrix cannot get an adapter with these options."""
     name, stack = adapter.name, adapter.name.rpartition(".")[2]
     transformers = [module for module in model.modules() if isinstance(module, Transformer)]
-    # Of these the adapter is added to the matrix, not to what the matrix makes.
+    # For these the adapter is added to the matrix, not to its output.
     kind = "of experts" if isinstance(layer, Experts) else ""
     kind = "the output projection" if any(t.output is layer for t in transformers) else kind
     if isinstance(layer, LoraLinear) or (
@@ -342,7 +342,7 @@ def _problem(
 
 
 def _shared_weights(model: nn.Module) -> dict[str, str]:
-    """Linear layers whose weight another module holds too, with a name of that."""
+    """Return linear layers with a shared weight, with a name of the other module."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)

@@ -1,4 +1,4 @@
-"""Adapters in the files of peft: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Adapters in peft's files: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
 A ``Transformer``'s matrices have the names that Llama-like models have in transformers; those of
 other models keep their own. A linear layer has ``<name>.lora_A.weight`` ``[r in]``,
@@ -55,7 +55,7 @@ NAMES = MappingProxyType(
         "feed_forward.shared.down": "mlp.shared_experts.down_proj",
     }
 )
-"""Matrices of a ``Transformer`` in ``layers.N``, and of transformers in ``model.layers.N``."""
+"""Names of matrices in ``layers.N`` here, and in transformers' ``model.layers.N``."""
 HEAD = "lm_head"
 EXPERTS = "is an adapter of experts, which this library does not exchange with peft. "
 BASE_WEIGHTS = MappingProxyType(
@@ -71,12 +71,12 @@ SUPPORTED = MappingProxyType(
     {
         "peft_type": ("LORA",),
         "bias": ("none", None),
-        # Other initial values of factors are subtracted from the weights of the base.
+        # Other initial factors are subtracted from the base's weights.
         "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
         **dict.fromkeys(UNSUPPORTED, (None, False, [], {})),
     }
 )
-"""Values of entries of a config; others change what is computed and have no counterpart here."""
+"""Supported values of config entries; others change what is computed."""
 
 Key = tuple[str, str]
 """A matrix, and a part of its adapter: A, B, m (magnitude); or W, the base's own weight."""
@@ -86,7 +86,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 def save_adapter(
     model: nn.Module, directory: str | os.PathLike[str], *, base: str | None = None
 ) -> None:
-    """Write a model's adapters in the layout of peft; every rank calls it.
+    """Save a model's adapters in peft's layout; every rank calls it.
 
     Rank 0 gathers and writes them. The directory appears whole, under its name, or not at all; one
     with an adapter in it is replaced.
@@ -118,9 +118,9 @@ def save_adapter(
             "and would be lost. Freeze them, or use forgekit.checkpoint_save."
         )
     reshard(model)
-    # Collectives in the model's order, which is the same on all ranks that share a factor.
+    # Collectives in the model's order, the same on all ranks that share a factor.
     whole = {key: full(parameter.detach()).cpu() for key, parameter in parameters.items()}
-    # Of several ranks that hold a factor the first one sends it: rank 0 receives it once.
+    # The first rank that holds a factor sends it, so rank 0 receives it once.
     sent = {key for *_, keys in held[: ranks.rank] for key in keys}
     gathered = ranks.gather({key: tensor for key, tensor in whole.items() if key not in sent})
     tensors = {key: tensor for part in gathered for key, tensor in part.items()}
@@ -139,13 +139,13 @@ def save_adapter(
 
 
 def adapters_of_experts(model: nn.Module) -> list[str]:
-    """Names of the stacks of experts with an adapter, on any rank; every rank calls it."""
+    """Return the stacks of experts with an adapter on any rank; every rank calls it."""
     stacks = [name for (name, part), p in _parameters(model).items() if part == "A" and p.ndim == 3]
     return [name for names in all_ranks().each(lambda: stacks) for name in names]
 
 
 def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
-    """Read adapters in the layout of peft into a model, in place; every rank calls it.
+    """Load adapters in peft's layout into a model, in place; every rank calls it.
 
     Beside an adapter of the head peft stores the weights of embedding and head; a ``Transformer``
     takes these too, as peft does.
@@ -199,7 +199,7 @@ def load_adapter(model: nn.Module, directory: str | os.PathLike[str]) -> None:
 def to_peft(
     adapters: Mapping[str, Adapter], tensors: Mapping[Key, Tensor], *, is_transformer: bool
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Turn adapters into a config and tensors under peft's names.
+    """Convert adapters to a config and tensors under peft's names.
 
     Args:
         adapters: By name of the matrix.
@@ -233,7 +233,7 @@ def from_peft(
     *,
     is_transformer: bool,
 ) -> tuple[dict[str, Adapter], dict[Key, Tensor]]:
-    """Turn peft's config and tensors into adapters of a model and their parts.
+    """Convert peft's config and tensors to adapters of a model and their parts.
 
     Args:
         config: The config.
@@ -270,7 +270,7 @@ def from_peft(
             name=names[key],
             rank=_setting(config, "rank_pattern", "r", key),
             alpha=float(_setting(config, "alpha_pattern", "lora_alpha", key)),
-            # The head takes no dropout.
+            # The head has no dropout.
             dropout=0.0 if is_head else float(config.get("lora_dropout") or 0.0),
             dora=bool(config.get("use_dora")),
             rslora=bool(config.get("use_rslora")),
@@ -283,7 +283,7 @@ def from_peft(
 
 
 def _keys(names: Iterable[str], *, is_transformer: bool) -> dict[str, str]:
-    """What peft's patterns call matrices, by name; those that transformers has."""
+    """Return peft's keys of matrices by name, for those that transformers has."""
     if not is_transformer:
         return {name: name for name in names}
     blocks = {name: name.split(".", 2) for name in names if name.count(".") > 1}
@@ -292,7 +292,7 @@ def _keys(names: Iterable[str], *, is_transformer: bool) -> dict[str, str]:
 
 
 def _known(path: str, names: Mapping[str, str], shapes: Shapes) -> str:
-    """Return a path of the file if it is that of a matrix of the model."""
+    """Return a path of the file if it belongs to a matrix of the model."""
     stem = path.removesuffix(".base_layer")
     if stem.endswith(".experts") or len(shapes.get(names.get(stem, ""), ())) == 3:
         raise CheckpointError(
@@ -332,7 +332,7 @@ def _config(adapters: Mapping[str, Adapter], *, is_transformer: bool) -> dict[st
 
 
 def _setting(config: Mapping[str, Any], patterns: str, default: str, key: str) -> Any:
-    """A matrix's rank or alpha; a pattern is a regular expression for the end of its name."""
+    """Return a matrix's rank or alpha; patterns are regular expressions for the end of names."""
     given = config.get(patterns) or {}
     matching = (value for p, value in given.items() if re.match(rf"(.*\.)?({p})$", key))
     return next(matching, config[default])
@@ -374,7 +374,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _adapters(model: nn.Module) -> dict[str, Adapter]:
-    """The adapters of the layers that this rank has."""
+    """Return this rank's adapters."""
     return {a.name: a for layer in lora_layers(model).values() for a in layer.adapters.values()}
 
 
@@ -389,7 +389,7 @@ def _parameters(model: nn.Module) -> dict[Key, nn.Parameter]:
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shapes of the matrices that adapters are for, and of embedding and head."""
+    """Return shapes of the matrices with adapters, and of embedding and head."""
     named = model.named_parameters()
     shapes = {n: tuple(p.shape) for n, p in named if n in BASE_WEIGHTS.values()}
     for name, layer in find_matrices(model).items():

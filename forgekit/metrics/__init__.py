@@ -1,1 +1,1 @@
-"""Rows of metrics, where they go, and what they are measured by."""
+"""Metrics: rows, trackers, FLOPs, profiles."""

@@ -1,4 +1,4 @@
-"""Peak FLOP/s, bandwidths and latencies of A100 to B200, as their makers state them.
+"""Peak FLOP/s, bandwidths and latencies of A100 to B200, by their vendors.
 
 Peaks are those of dense products: data sheets that quote sparse ones are halved. Nothing reaches
 them; they are the denominator that makes utilisations comparable. Latencies are those with which
@@ -23,7 +23,7 @@ import torch
 
 @attrs.frozen(kw_only=True)
 class Machine:
-    """A device, and how devices of its kind are connected.
+    """A device type and its interconnect.
 
     Attributes:
         name: What the driver calls it, or a part of that.
@@ -54,7 +54,7 @@ class Machine:
 def _machine(
     name: str, memory_gb: float, bandwidths: tuple[float, float, float], *tflops: float
 ) -> Machine:
-    """A machine from GB and GB/s of memory, link and network, and TFLOP/s of bf16, tf32, fp32."""
+    """Build from GB, GB/s of memory, link and network, and TFLOP/s of bf16, tf32, fp32."""
     memory, link, network = (bandwidth * 1e9 for bandwidth in bandwidths)
     bf16, tf32, fp32 = (peak * 1e12 for peak in tflops)
     return Machine(
@@ -76,11 +76,11 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
         "b200": _machine("B200", 180, (7700, 900, 50), 2250, 1100, 75),
     }
 )
-"""By the names that ``forgekit plan --device`` takes."""
+"""Machines by their names in ``forgekit plan --device``."""
 
 
 def machine_named(name: str) -> Machine | None:
-    """Find a device by the name that its driver gives it; None if it is not in the table.
+    """Find a device by its driver's name; None if it is not in the table.
 
     Examples:
         >>> machine_named("NVIDIA H100 80GB HBM3").memory_bytes
@@ -93,7 +93,7 @@ def machine_named(name: str) -> Machine | None:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Peak of a device in a dtype, in floating-point operations per second; None if unknown.
+    """Return a device's peak FLOP/s for a dtype; None if unknown.
 
     float32 counts as TF32 where torch is allowed to use it
     (``torch.set_float32_matmul_precision``).

@@ -1,4 +1,4 @@
-"""Floating-point operations of training, and which share of the devices' peak they are (MFU).
+"""FLOPs of training, and model FLOPs utilization (MFU).
 
 A product of ``[m k]`` and ``[k n]`` takes ``2 m k n`` operations. So a matrix of ``n`` values takes
 ``2 n`` per token forwards, ``2 n`` for the gradient of what it is given, and ``2 n`` more for its
@@ -42,13 +42,13 @@ from forgekit.parallel.layout import size_of, world_of
 from forgekit.state import TrainState
 
 UNKNOWN = ("sliding_window", "kv_lora_rank", "is_encoder_decoder")
-"""Settings of transformers' models whose attention is not counted here; they have no MFU."""
+"""Settings of transformers' models whose attention is not counted; they get no MFU."""
 Integers = NDArray[np.int64]
 
 
 @attrs.frozen(kw_only=True)
 class Flops:
-    """What a model computes in training, and its size.
+    """FLOPs of a model in training, and its size.
 
     Attributes:
         per_token: Operations in matrices per token, forwards and backwards.
@@ -72,7 +72,7 @@ class Flops:
 
     @classmethod
     def of(cls, model: nn.Module) -> Self:
-        """Count a model's, or of a pipeline what this rank's stages hold; on meta as well.
+        """Count a model's FLOPs, in a pipeline those of this rank's stages; works on meta.
 
         Args:
             model: A ``Transformer``, with or without adapters and in any layout. Of another model
@@ -97,11 +97,11 @@ class Flops:
         )
 
     def of_row(self, tokens: float, pairs: float) -> float:
-        """Operations of a row of so many tokens, in which so many pairs of them meet."""
+        """Return the FLOPs of a row with so many tokens and attended pairs."""
         return self.per_token * tokens + self.per_pair * pairs
 
     def over_stages(self, state: TrainState) -> Flops:
-        """Add up what the stages of a pipeline compute; every rank calls it."""
+        """Sum over the stages of a pipeline; every rank calls it."""
         if size_of(state.mesh, "pp") == 1:
             return self
         sums = torch.tensor(attrs.astuple(self), dtype=torch.float64, device=state.targets.device)
@@ -118,7 +118,7 @@ class Flops:
 
 @attrs.frozen(kw_only=True)
 class Utilization:
-    """Turns the samples of a loader into utilisations of the devices.
+    """Computes MFU from a loader's samples.
 
     Attributes:
         flops: Of the whole model.
@@ -134,7 +134,7 @@ class Utilization:
     def of(
         cls, flops: Flops, state: TrainState, loader: Any, peak: float | None = None
     ) -> Self | None:
-        """Find the peak; None where it, the operations, or what rows hold are unknown.
+        """Build for a run; None if peak, FLOPs or row contents are unknown.
 
         Args:
             flops: Of the whole model.
@@ -151,7 +151,7 @@ class Utilization:
         return cls(flops=flops, peak=peak * world_of(state.mesh), loader=loader)
 
     def ideal(self, first: int, stop: int) -> dict[str, float]:
-        """Seconds that some samples take at the peak, for ``perf/mfu`` and ``perf/mfu_palm``.
+        """Return the seconds that samples take at peak, for ``perf/mfu`` and ``perf/mfu_palm``.
 
         Tokens attend to those before them in their own document; as PaLM counts, to all of the row.
         """
@@ -164,12 +164,12 @@ class Utilization:
 
 
 def row_length(dataset: Any) -> int:
-    """Positions of a row; 0 if the dataset does not say."""
+    """Return the positions of a row; 0 if unknown."""
     return getattr(getattr(dataset, "rows", dataset), "seq_len", 0)  # "rows" of conversations
 
 
 def count_pairs(dataset: Any, rows: Integers) -> tuple[float, float]:
-    """Count the tokens of some rows, and the pairs of them that meet.
+    """Count the tokens and attended pairs of rows.
 
     Padding does not count. Ten thousand rows take some milliseconds; nothing but the ends of
     documents is read.
@@ -200,7 +200,7 @@ def count_pairs(dataset: Any, rows: Integers) -> tuple[float, float]:
 
 
 def _pieces(dataset: Any, rows: Integers) -> Integers:
-    """Lengths of the runs of tokens that see each other."""
+    """Return the lengths of runs of tokens that attend to each other."""
     if getattr(dataset, "bins", None) is not None:
         offsets = dataset.bins.offsets
         return dataset.bins.lengths[_ranges(offsets[rows], offsets[rows + 1])]
@@ -219,13 +219,13 @@ def _pieces(dataset: Any, rows: Integers) -> Integers:
 
 
 def _ranges(first: Integers, stop: Integers) -> Integers:
-    """The integers of several ranges, one range after the other."""
+    """Concatenate ranges of integers."""
     counts = stop - first
     return np.arange(counts.sum()) + np.repeat(first - np.cumsum(counts) + counts, counts)
 
 
 def _uses(model: nn.Module) -> dict[Tensor, tuple[float, bool]]:
-    """Share of the tokens that meet a parameter, and whether it is only looked up."""
+    """Return the share of tokens that use a parameter, and whether it is only looked up."""
     uses: dict[Tensor, tuple[float, bool]] = {}
     is_head = any(getattr(getattr(m, "spec", None), "tied", False) for m in model.modules())
     config = getattr(model, "config", None)
@@ -246,7 +246,7 @@ def _uses(model: nn.Module) -> dict[Tensor, tuple[float, bool]]:
 
 
 def _passes(model: nn.Module) -> dict[nn.Module | Tensor, int]:
-    """How often a matrix is multiplied for a token: forwards, for its gradient, its input's.
+    """Return the matmuls per token: forward, weight gradient, input gradient.
 
     Of a module: what attention computes in it, forwards and twice backwards.
     """
@@ -260,7 +260,7 @@ def _passes(model: nn.Module) -> dict[nn.Module | Tensor, int]:
             passes.setdefault(parameter, 1 + parameter.requires_grad + is_reached)
             is_reached |= parameter.requires_grad
         looked_up += [module.weight] if isinstance(module, nn.Embedding) else []
-    for weight in looked_up:  # where it is multiplied, it is the head
+    for weight in looked_up:  # multiplied as the head
         passes[weight] = 1 + weight.requires_grad + is_reached
     return passes
 
@@ -271,7 +271,7 @@ def _experts_of(config: Any) -> int | None:
 
 
 def _head_channels(model: nn.Module) -> float:
-    """``h c`` of all layers together, times their passes; NaN where it is not known."""
+    """Return the sum of ``h c`` over layers, times passes; NaN if unknown."""
     passes = _passes(model)
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     if attentions:

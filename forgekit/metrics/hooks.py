@@ -1,4 +1,4 @@
-"""What one looks at beside the loss: gradient norms by layer, loads of experts.
+"""Metrics beside the loss: gradient norms by layer, loads of experts.
 
 A hook is a function, and it is called where a recipe calls it. Those of gradients stand between
 ``reduce_totals`` and ``update``: ``make_step(..., gradient_hook=...)`` calls one there.
@@ -20,11 +20,11 @@ from forgekit.steps.make_step import GradientHook
 from forgekit.steps.totals import Totals
 
 LOAD = "moe/load/"
-"""The metric of a layer's loads is this and the layer's name."""
+"""Prefix of the metrics of layers' loads."""
 
 
 def every_steps(steps: int, hook: GradientHook) -> GradientHook:
-    """Call a gradient hook in every ``steps``-th step only, so that it costs nothing in others.
+    """Call a gradient hook every ``steps`` steps only.
 
     Args:
         steps: Steps from one call to the next; the step that takes a state to ``state.step ==
@@ -39,7 +39,7 @@ def every_steps(steps: int, hook: GradientHook) -> GradientHook:
 
 
 def layer_norms(state: TrainState, totals: Totals) -> dict[str, Tensor]:
-    """Give the norm of the token-mean gradient of each layer, as a gradient hook.
+    """Gradient hook: the norm of each layer's token-mean gradient.
 
     A layer is what stands before the first number in a parameter's name, with it
     (``layers.3.attention.query.weight`` is in ``layers.3``), else the module of the parameter.
@@ -66,7 +66,7 @@ def _layer(name: str) -> str:
 
 @torch.no_grad()
 def expert_loads(state: TrainState) -> dict[str, list[float]]:
-    """Read how busy each expert was in the last good step; call it on every rank.
+    """Read each expert's load in the last good step; call it on every rank.
 
     The model keeps that load, so nothing is counted for this. The host reads it, so a recipe asks
     for it now and then: ``log.event(state, expert_loads(state), show=False)``.

@@ -1,4 +1,4 @@
-"""What a step returned, as rows of numbers: in ``metrics.jsonl``, on the screen, to the caller.
+"""Logging of step metrics as rows: to ``metrics.jsonl``, the screen, and the caller.
 
 Metrics stay on the device until a row is due; then one copy brings those of all its steps to the
 host, which waits for the device once per row. Reading a single loss in each step would let the
@@ -39,26 +39,26 @@ from forgekit.terminal import Steady, printable
 
 COUNTS = ("train/targets", "train/skipped", "train/skipped_in_a_row", "train/spikes")
 OF_EACH_STEP = ("loss", "grad_norm", "targets", "skipped", "spikes")
-"""Metrics of all steps of a row: its sums and the records of bad steps are made of them."""
+"""Metrics kept for all steps of a row, for its sums and the records of bad steps."""
 GIB = 2.0**30
 
 
 class Waits(Protocol):
-    """A loader that counts how long its user has waited for it, in seconds since it was made."""
+    """A loader that measures how long its consumer has waited."""
 
     @property
     def wait_seconds(self) -> float:
-        """Total so far."""
+        """Total time in seconds."""
         ...
 
 
 def waited(loader: Waits | None) -> float:
-    """Seconds that a loader, if there is one, has made its user wait."""
+    """Return the seconds waited for a loader; 0 without one."""
     return 0.0 if loader is None else loader.wait_seconds
 
 
 class MetricsLog:
-    """Log each step; every ``every`` steps turn what was logged into a row.
+    """Log each step; write a row every ``every`` steps.
 
     The file is opened at once and cut back to ``start_step``, so that a resumed run repeats no
     step. ``with`` shows a progress bar where stderr is a terminal (elsewhere there is a plain line
@@ -150,19 +150,19 @@ class MetricsLog:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *exception: object) -> None:
-        if error is None:  # else the device may not answer, and the steps are done again
+        if error is None:  # else the device may not respond, and the steps are redone
             self._record_rest()
         else:
             self.status(f"failed: {error.__name__}")
         self.close()
 
     def status(self, text: str) -> None:
-        """Tell trackers how the run ended."""
+        """Pass the run's outcome to trackers."""
         for tracker in self._trackers:
             tracker.status(text)
 
     def close(self) -> None:
-        """Close the file and trackers and give the terminal back; all may happen twice."""
+        """Close file and trackers and restore the terminal; may be called twice."""
         trackers, self._trackers = self._trackers, []
         for tracker in trackers:
             tracker.close()
@@ -171,7 +171,7 @@ class MetricsLog:
             self._file.close()
 
     def __call__(self, state: TrainState, metrics: TensorDictBase) -> dict[str, Any] | None:
-        """Take the metrics of one step; call it on every rank, after every step.
+        """Record the metrics of a step; call it on every rank, after every step.
 
         Args:
             state: The state that the step returned.
@@ -197,7 +197,7 @@ class MetricsLog:
         return row
 
     def rewind(self, state: TrainState) -> None:
-        """Go back to a state that was loaded: later rows are removed, as when a run is resumed."""
+        """Go back to a loaded state: later rows are removed, as when a run is resumed."""
         self._record_rest()
         self.step, self.samples = state.step, state.samples
         if self._file is not None:
@@ -213,7 +213,7 @@ class MetricsLog:
         *,
         show: bool = True,
     ) -> None:
-        """Add numbers, for example of an evaluation, to the row of ``state.step``.
+        """Add numbers, such as an evaluation's, to the row of ``state.step``.
 
         Args:
             state: The state that they belong to.
@@ -231,14 +231,14 @@ class MetricsLog:
         if show:
             self.message(f"step {state.step}  {text}")
         window, now = self._window, time.perf_counter()
-        # Before the first step of a row nothing but this event can have taken the time.
+        # Before a row's first step all elapsed time is this event's.
         if not window.steps or any(name.startswith("eval/") for name in numbers):
             window.excluded += now - window.called
         window.called = now
 
     @contextmanager
     def outside(self, device: torch.device) -> Iterator[None]:
-        """Leave what happens within, such as a save, out of the times of the present row.
+        """Exclude the block, such as a save, from the times of the current row.
 
         Args:
             device: What the steps ran on; those that are queued are waited for.
@@ -251,18 +251,18 @@ class MetricsLog:
         self._window.excluded += self._window.called - began
 
     def message(self, text: str) -> None:
-        """Print a line, above the progress bar where there is one; the writing rank only.
+        """Print a line above the progress bar, on the writing rank.
 
         Control characters are escaped. A terminal that has gone away is no error.
         """
         self._display.message(printable(text))
 
     def _read_row(self, state: TrainState, metrics: TensorDictBase) -> dict[str, Any]:
-        """Bring the numbers of the window to the host, where the row is made of them."""
+        """Copy the window's numbers to the host and build the row."""
         device, window = metrics["loss"].device, self._window
         named: dict[str, Any] = {n if "/" in n else f"train/{n}": v for n, v in metrics.items()}
         named["train/skipped_in_a_row"] = state.skipped.to(device)
-        # The one copy, and the one time that the host waits for the device.
+        # The only copy, and the only wait of the host for the device.
         host = torch.cat([_stacked(named), window.stacked().flatten()]).cpu()
         seconds = time.perf_counter() - window.began - window.excluded
         numbers = dict(zip(named, host[: len(named)].tolist(), strict=True))
@@ -300,7 +300,7 @@ class MetricsLog:
             tracker(row["step"], new)
 
     def _record_rest(self) -> None:
-        """Write down the bad steps since the last row; no row of a resumed run counts them."""
+        """Record the bad steps since the last row, which no row of a resumed run counts."""
         window = self._window
         if self._file is not None and window.steps:
             bad = self._record_bad_steps(window.by_name(window.stacked().cpu()))
@@ -309,14 +309,14 @@ class MetricsLog:
                 self.message(f"{counted(bad, 'bad step')} since the last row, in {path}")
 
     def _record_bad_steps(self, of_steps: Mapping[str, Tensor]) -> int:
-        """Write down the bad ones of a window's steps, and count them."""
+        """Record and count the bad steps of a window."""
         bad = int(of_steps["skipped"].sum())
         if bad and self._file is not None:
             append_bad_steps(self._out, self._window.steps, of_steps, self._loader)
         return bad
 
     def _restart(self, step: int) -> None:
-        """Begin after a step, at the start or where the run goes back to."""
+        """Begin after a step, at the start or after a rollback."""
         for tracker in self._trackers:
             tracker.start(step, self._config)
         self._window = self._new_window()
@@ -359,13 +359,13 @@ class _Window:
         return torch.stack([torch.stack(values).double() for values in self.metrics.values()])
 
     def by_name(self, numbers: Tensor) -> dict[str, Tensor]:
-        """The numbers, on the host, as ``[steps]`` by metric."""
+        """Return ``[steps]`` on the host, by metric."""
         return dict(zip(self.metrics, numbers.view(-1, len(self.steps)), strict=True))
 
 
 def _sums(by_name: Mapping[str, Tensor]) -> dict[str, float]:
     """Sums and means over the steps of a row."""
-    # A bad step's loss may be NaN, and its targets were not learned from: neither counts.
+    # A bad step's loss may be NaN and its targets are not trained: neither counts.
     targets = torch.where(by_name["skipped"] > 0, 0.0, by_name["targets"])
     losses = torch.where(targets > 0, by_name["loss"], 0.0)
     return {
@@ -375,7 +375,7 @@ def _sums(by_name: Mapping[str, Tensor]) -> dict[str, float]:
 
 
 def over_ranks(numbers: Sequence[float], state: TrainState) -> list[list[float]]:
-    """Least, mean and most of each number over the ranks, in one reduction; every rank calls it."""
+    """Reduce numbers to min, mean and max over ranks, in one reduction; every rank calls it."""
     ranks = 1 if state.mesh is None else state.mesh.size()
     table = torch.zeros(ranks, len(numbers), dtype=torch.float64, device=state.targets.device)
     table[process_rank() if ranks > 1 else 0] = torch.tensor(numbers, dtype=torch.float64)
@@ -385,7 +385,7 @@ def over_ranks(numbers: Sequence[float], state: TrainState) -> list[list[float]]
 
 
 def memory_of(state: TrainState, device: torch.device) -> dict[str, float]:
-    """What this rank's parameters, gradients and the optimizer's state take, and the peak, in GiB.
+    """Measure this rank's parameters, gradients, optimizer state and peak memory, in GiB.
 
     Args:
         state: The state; its gradients are those that are in ``.grad`` now.
@@ -405,7 +405,7 @@ def memory_of(state: TrainState, device: torch.device) -> dict[str, float]:
     sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in held.items()}
     if device.type == "cpu":  # Linux counts in KiB
         sizes["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    else:  # what lies on the host is no part of the peak
+    else:  # memory on the host is not part of the peak
         on_it = [x.nbytes for some in held.values() for x in some if x.device.type == device.type]
         sizes["peak"] = torch.accelerator.max_memory_allocated(device)
         sizes["activations"] = sizes["peak"] - sum(on_it)
@@ -413,12 +413,12 @@ def memory_of(state: TrainState, device: torch.device) -> dict[str, float]:
 
 
 def _is_count(name: str, number: Any) -> bool:
-    """Whether a number counts targets; weighted ones need not be whole."""
+    """Whether a number is a whole count; weighted targets may be fractional."""
     return name in COUNTS or (name.endswith("/targets") and float(number).is_integer())
 
 
 def _to_host(values: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
-    """Numbers as they are, and all 0-d tensors in one copy."""
+    """Convert to numbers, with all 0-d tensors in one copy."""
     numbers = {
         name: value.item() if isinstance(value, np.generic) else value
         for name, value in values.items()
@@ -428,7 +428,7 @@ def _to_host(values: Mapping[str, Any] | TensorDictBase) -> dict[str, Any]:
 
 
 def _stacked(tensors: Mapping[str, Tensor]) -> Tensor:
-    """All 0-d tensors as one."""
+    """Stack 0-d tensors."""
     for name, tensor in tensors.items():
         if tensor.ndim:
             raise ValueError(

@@ -60,7 +60,7 @@ class Profile:
             self._begin(after=state.step)
         elif state.step >= self._last:
             if torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # kernels that still run belong to the last step
+                torch.accelerator.synchronize()  # running kernels belong to the last step
             profiler, self._profiler = self._profiler, None
             profiler.stop()
             self._folder.mkdir(parents=True, exist_ok=True)

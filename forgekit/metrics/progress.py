@@ -1,4 +1,4 @@
-"""The progress of a run on the screen: a bar on a terminal, elsewhere plain lines."""
+"""Progress of a run: a bar on a terminal, else plain lines."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from forgekit.checks import counted
 from forgekit.terminal import Steady
 
 PAIRS = ("margin", "accuracy")
-"""Of the metrics of ``dpo_loss`` those that its training line shows."""
+"""Metrics of ``dpo_loss`` in the training line."""
 
 
 class Lines:
-    """Progress where there is no terminal: a line per row; without a stream nothing."""
+    """Progress without a terminal: a line per row; nothing without a stream."""
 
     def __init__(self, stream: Steady | None, total: int | None) -> None:
         self._stream, self._total = stream, total
 
     def step(self, step: int) -> None:
-        """Rows alone are shown."""
+        """Nothing to do: only rows are shown."""
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Print a row."""
@@ -34,14 +34,14 @@ class Lines:
             self._stream.flush()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to do."""
 
 
 class Bar:
     """Progress on a terminal."""
 
     def __init__(self, stream: Steady, start: int, total: int | None) -> None:
-        # A tenth of what importing forgekit costs, for a terminal alone.
+        # Imported here: a tenth of forgekit's import time, for terminals only.
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -51,7 +51,7 @@ class Bar:
             TextColumn("{task.fields[summary]}"),
             TimeRemainingColumn(compact=True),
             console=Console(file=cast("IO[str]", stream)),
-            # Rich would send what the recipe prints to stderr, away from a file or pipe.
+            # Rich would redirect the recipe's prints to stderr, away from a file or pipe.
             redirect_stdout=sys.stdout is not None and sys.stdout.isatty(),
         )
         self._task = self._progress.add_task("", total=total, completed=start, summary="")
@@ -70,7 +70,7 @@ class Bar:
         self._progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Restore the terminal."""
         self._progress.stop()
 
 
@@ -87,7 +87,7 @@ def _summary(row: Mapping[str, Any]) -> str:
 
 
 def short_number(number: Any) -> str:
-    """Write a number in few digits."""
+    """Format a number in few digits."""
     if isinstance(number, float) and not (number.is_integer() and abs(number) >= 1000):
         return f"{number:.4f}"
     return f"{number:,.0f}" if isinstance(number, float) else str(number)

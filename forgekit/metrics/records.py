@@ -1,4 +1,4 @@
-"""The two files of a run that grow, a JSON object per line: ``metrics.jsonl``, ``bad_steps.jsonl``.
+"""A run's JSON-lines files: ``metrics.jsonl`` and ``bad_steps.jsonl``.
 
 Both are strict JSON, without NaN and infinities, and an interrupted run leaves their lines whole.
 """
@@ -21,11 +21,11 @@ from forgekit.files import append_lines, lines_backwards, overwrite, read_regula
 
 BAD_STEPS = "bad_steps.jsonl"
 Step = tuple[int, int | None, int, tuple[tuple[int, int], ...]]
-"""A step, 1 is the first; samples consumed before it, None if not known, and after it; skips."""
+"""Step (from 1), samples consumed before it (None if unknown) and after it, skips."""
 
 
 def finite(value: Any) -> Any:
-    """Put None in place of what is not finite, in lists and dicts too.
+    """Replace values that are not finite by None, in lists and dicts too.
 
     Examples:
         >>> finite({"loss": float("nan"), "losses": (1.0, float("inf"))})
@@ -39,7 +39,7 @@ def finite(value: Any) -> Any:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read ``metrics.jsonl`` as a list of rows; a last line that was cut by a crash is left out.
+    """Read ``metrics.jsonl`` as a list of rows, without a last line torn by a crash.
 
     Raises:
         OSError: If it cannot be read, or is a pipe, whose reading might never end.
@@ -74,10 +74,10 @@ class RowFile:
         self._path = path
         # Unbuffered, so that one write is one system call.
         self._file = path.open("r+b", buffering=0)
-        overwrite(self._file, self._start, self._line)  # what comes after it is done again
+        overwrite(self._file, self._start, self._line)  # later steps are redone
 
     def write(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Write a row at the end, or its new keys into the last one; all of it or nothing.
+        """Append a row, or merge its new keys into the last one, all or nothing.
 
         Returns:
             The numbers that the file did not have of this step, by name.
@@ -104,7 +104,7 @@ class RowFile:
 
 
 def _last_row(path: Path, step: int) -> tuple[int, dict[str, Any]]:
-    """Find the last row up to a step: where it begins, and what it holds; (0, {}) without any."""
+    """Return offset and content of the last row up to a step; (0, {}) if there is none."""
     for number, (start, line) in enumerate(lines_backwards(path)):
         try:
             row = parse_json(line)
@@ -123,7 +123,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 def append_bad_steps(
     run: Path, steps: Sequence[Step], numbers: Mapping[str, Tensor], loader: Any = None
 ) -> None:
-    """Write down which samples bad steps had, so that they can be looked at and replayed.
+    """Append the samples of bad steps, so that they can be inspected and replayed.
 
     Args:
         run: The run directory.
@@ -152,7 +152,7 @@ def append_bad_steps(
 
 
 def read_bad_steps(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Read the bad steps of a run, in the order in which they happened.
+    """Read the bad steps of a run, in order.
 
     Args:
         run: The run directory.

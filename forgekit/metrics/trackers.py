@@ -1,4 +1,4 @@
-"""Where rows of metrics go beside ``metrics.jsonl``: TensorBoard, Weights & Biases, anything.
+"""Trackers of metrics beside ``metrics.jsonl``: TensorBoard, Weights & Biases, or your own.
 
 A tracker is a callable ``(step, values) -> None`` with ``close()``. Where it has them,
 ``start(step, config)`` is called before its first row, and again where a run goes back to an
@@ -28,26 +28,26 @@ from forgekit.files import write_atomic
 from forgekit.metrics.records import finite
 
 ROOM = 1000
-"""Calls that wait for a slow tracker; more are left out."""
+"""Queued calls of a slow tracker; further ones are dropped."""
 
 CLOSING_S = 10.0
-"""How long the end of a run waits for a tracker."""
+"""How long the end of a run waits for a tracker, in seconds."""
 
 BEHIND = "does not keep up, or hangs"
 
 
 class Tracker(Protocol):
-    """Takes the numbers of a step; ``start(step, config)`` and ``status(text)`` are optional.
+    """Receives the metrics of steps; ``start(step, config)`` and ``status(text)`` are optional.
 
     All trackers are given the same ``config``: none may change it.
     """
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Take numbers by metric name; may be called again for a step, with other names."""
+        """Log numbers by metric name; may be called again for a step, with other names."""
         ...
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write pending metrics."""
         ...
 
 
@@ -79,7 +79,7 @@ class TensorBoard:
         self._writer.add_text("config", f"```json\n{text}\n```", step)
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
-        """Write each value as a scalar, at once: a killed run has shown what it logged."""
+        """Write each value as a scalar, unbuffered, so that a killed run loses nothing."""
         if self._writer is None:
             self.start(0, {})
         writer: Any = self._writer
@@ -124,7 +124,7 @@ class WandB:
         self._run: Any = None
 
     def start(self, step: int, config: Mapping[str, Any]) -> None:  # noqa: ARG002
-        """Open the run, or go on with the one of this directory."""
+        """Start a tracker run, or resume this directory's."""
         if self._run is not None:
             return
         path = self._out / "wandb.json"
@@ -148,12 +148,12 @@ class WandB:
         run.log({**values, "train/step": step})
 
     def status(self, text: str) -> None:
-        """Put how the run ended into its summary."""
+        """Write the run's outcome to its summary."""
         if self._run is not None:
             self._run.summary["status"] = text
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send pending metrics."""
         if self._run is not None:
             self._run.finish()
             self._run = None
@@ -162,7 +162,7 @@ class WandB:
 def make_trackers(
     trackers: Sequence[str | Tracker], out: str | os.PathLike[str]
 ) -> tuple[Tracker, ...]:
-    """Make trackers of their names, for a recipe's configuration.
+    """Build trackers by name, for a recipe's configuration.
 
     Args:
         trackers: Of ``"tensorboard"`` and ``"wandb"``; trackers stay as they are.
@@ -179,7 +179,7 @@ def make_trackers(
 
 
 class GuardedTracker:
-    """Calls a tracker from a thread of its own, so that nothing that it does stops a run.
+    """Calls a tracker in a thread, so that its failures cannot stop a run.
 
     Args:
         tracker: The tracker.
@@ -195,21 +195,21 @@ class GuardedTracker:
         self._thread.start()
 
     def start(self, step: int, config: Mapping[str, Any]) -> None:
-        """Tell where the run starts, or where it goes back to."""
+        """Pass on the step at which the run starts or to which it goes back."""
         self._put("start", step, config)
 
     def __call__(self, step: int, values: Mapping[str, Any]) -> None:
-        """Pass on what is a number."""
+        """Pass on the values that are numbers."""
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         if numbers:
             self._put("__call__", step, numbers)
 
     def status(self, text: str) -> None:
-        """Tell how the run ended."""
+        """Pass on the run's outcome."""
         self._put("status", text)
 
     def close(self) -> None:
-        """Wait for what is left, but not for ever."""
+        """Wait for queued calls, for a limited time."""
         self._put("close")
         with suppress(queue.Full):
             self._calls.put_nowait(None)
@@ -231,13 +231,13 @@ class GuardedTracker:
             try:
                 if not self._is_broken and (method == "__call__" or hasattr(self._tracker, method)):
                     getattr(self._tracker, method)(*args)
-            except BaseException as error:  # trackers fail in their own ways, SystemExit among them
+            except BaseException as error:  # trackers raise anything, SystemExit included
                 self._complain(f"failed: {format_exception_only(error)[-1].strip()}")
                 self._is_broken = True
             self._calls.task_done()
 
     def _complain(self, how: str) -> None:
-        """Say it once; ``metrics.jsonl`` has all rows."""
+        """Warn once; ``metrics.jsonl`` has all rows."""
         if not self._has_spoken:
             self._has_spoken = True
             self._say(f"tracker {self._name} {how}; metrics.jsonl has all rows")

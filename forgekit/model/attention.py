@@ -1,4 +1,4 @@
-"""Causal attention inside documents, as the plain callable that a model's ``attend`` socket takes.
+"""Causal attention within documents, as a callable for a model's ``attend`` socket.
 
 Attention never crosses from one document of a packed row into another. On a CPU, where
 ``scaled_dot_product_attention`` computes masked pairs as well, the documents are attended one by
@@ -22,19 +22,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from forgekit.model.attention_kernels import AttentionChoice, choose
 
 CALL_COST = 30_000
-"""Query-key pairs that cost as much as one more call, forward and backward (one CPU core)."""
+"""Query-key pairs that cost as much as one call, forward and backward (one CPU core)."""
 
 
 class Attend(Protocol):
-    """What a model calls for attention; ``parallelize`` puts another one in its place."""
+    """Interface of the ``attend`` socket, which ``parallelize`` may replace."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None) -> Tensor:
-        """Attend from each position to those before it in its document, itself included."""
+        """Attend from each position to itself and those before it in its document."""
         ...
 
 
 class Bounds(NamedTuple):
-    """Where documents begin in rows laid end to end.
+    """Document boundaries in rows laid end to end.
 
     Attributes:
         starts: ``[n+1]`` int32, and last the end, on the device.
@@ -47,7 +47,7 @@ class Bounds(NamedTuple):
 
 @attrs.define(eq=False)
 class Documents:
-    """The documents of the micro-batches under way, found once for all layers.
+    """The documents of current micro-batches, computed once for all layers.
 
     Kernels are launched with the number of documents and the longest one, which a step must not
     ask the device for. Whoever moves ids to a device notes what they were on the host. Ids are
@@ -57,17 +57,17 @@ class Documents:
     _by_ids: WeakTensorKeyDictionary = attrs.field(factory=WeakTensorKeyDictionary, init=False)
 
     def note(self, ids: Tensor, host: Tensor | None) -> None:
-        """Remember, as long as ``ids`` live, what they are on the host: ``[b s]``, whole rows."""
+        """Remember the host copy of ``ids``, ``[b s]``, whole rows, as long as ``ids`` live."""
         if host is not None and host is not ids:  # a value that held its key would keep it
             self._kept_of(ids).setdefault("host", host)
 
     def host(self, ids: Tensor) -> Tensor | None:
-        """Return the whole rows' ids on the host; None if they were not noted."""
+        """Return the host copy of whole rows' ids; None if they were not noted."""
         return self._kept_of(ids).get("host")
 
     @_disable_dynamo
     def bounds(self, ids: Tensor, *, may_read: bool = False) -> Bounds | None:
-        """Find where documents begin.
+        """Return the document boundaries.
 
         Args:
             ids: ``[b s]``.
@@ -85,17 +85,17 @@ class Documents:
 
     @_disable_dynamo
     def block_mask(self, ids: Tensor) -> Any:
-        """Make the ``BlockMask`` of ids, once."""
+        """Return the ``BlockMask`` of ids, made once."""
         kept = self._kept_of(ids)
         if "mask" not in kept:
-            # Detached: a mask that held the ids themselves would keep them for ever.
+            # Detached: a mask that refers to the ids would keep them alive forever.
             rows, positions = ids.shape
             kept["mask"] = _block_mask(ids.device, rows, positions, ids.detach())
         return kept["mask"]
 
     def _kept_of(self, ids: Tensor) -> dict[str, Any]:
-        """What is known of ids while they have a version: their host, bounds and mask."""
-        if ids.is_inference():  # without a version it cannot be told whether they have changed
+        """Return the cache of ids at their version: host copy, bounds and mask."""
+        if ids.is_inference():  # without a version changes cannot be noticed
             return {}
         kept = self._by_ids.get(ids)
         if kept is None or kept["version"] != ids._version:
@@ -133,7 +133,7 @@ def attend_causal(
         ValueError: If the kernel that was asked for cannot run here, or takes no documents, or an
             id comes back after another, and the kernel is ``"varlen"``.
     """
-    if torch.is_autocast_enabled(q.device.type):  # which knows torch's own attention only
+    if torch.is_autocast_enabled(q.device.type):  # which covers torch's own attention only
         q, k, v = (_autocast(x) for x in (q, k, v))
     here = q.device, q.dtype, q.shape[-1], attention
     if doc_ids is None:
@@ -155,7 +155,7 @@ def attend_causal(
 
 
 def document_mask(doc_ids: Tensor) -> Tensor:
-    """The pairs that may attend: ``mask[b, 0, i, j]`` is ``j <= i`` and the same document.
+    """Return the pairs that may attend: ``mask[b, 0, i, j]`` is ``j <= i`` in one document.
 
     Args:
         doc_ids: ``[b s]``.
@@ -190,7 +190,7 @@ def _attend_rows(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor) -> Tensor:
-    # While it is traced nothing is read: other packings would need another graph.
+    # Nothing is read while tracing: other packings would need another graph.
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         lengths = _document_lengths(doc_ids)
         if lengths is not None and _is_cheaper(lengths, q):
@@ -199,7 +199,7 @@ def _attend_sdpa(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor) -> Tensor:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds | None = None) -> Tensor:
-    """Torch's flash kernel; with bounds on rows laid end to end, ``torch.nn.attention.varlen``.
+    """Call torch's flash kernel; with bounds, as ``torch.nn.attention.varlen`` does.
 
     The operator itself, which the blocks of a ring need too, has been the same for longer than the
     function around it.
@@ -208,7 +208,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: Bounds | None = None) -> Ten
     fixed = (0.0, True, False)  # dropout, is_causal, return_debug_mask
     if bounds is None:
         return flash(q, k, v, None, None, q.shape[1], k.shape[1], *fixed)[0]
-    starts, longest = bounds  # of queries and of keys, which are the same positions
+    starts, longest = bounds  # of queries and of keys, the same positions
     flat = (x.flatten(0, 1) for x in (q, k, v))
     return flash(*flat, starts, starts, longest, longest, *fixed)[0].unflatten(0, q.shape[:2])
 
@@ -226,13 +226,13 @@ def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
 def _block_mask(
     device: torch.device, rows: int | None, positions: int, doc_ids: Tensor | None = None
 ) -> Any:
-    """Blocks of pairs that may attend: 1 / 128**2 of a mask."""
+    """Build the block mask, of 1 / 128**2 of the elements of a mask."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def may_attend(b: Tensor, _head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return i >= j if doc_ids is None else (i >= j) & (doc_ids[b, i] == doc_ids[b, j])
 
-    # Uncompiled it would first hold all pairs.
+    # Uncompiled it would materialise all pairs.
     compiled = device.type != "cpu"
     return create_block_mask(
         may_attend, rows, None, positions, positions, device, _compile=compiled
@@ -257,7 +257,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None) -> Ten
 
 
 def _attend_documents(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
-    # One split of all rows: its backward is one concatenation, where that of slices would add
+    # One split of all rows: its backward is one concatenation; that of slices would add
     # a full-size gradient for each.
     split = (rearrange(x, "b s h c -> 1 (b s) h c").split(lengths, 1) for x in (q, k, v))
     out = torch.cat([_sdpa(*part) for part in zip(*split, strict=True)], dim=1)
@@ -265,7 +265,7 @@ def _attend_documents(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Te
 
 
 def _document_lengths(doc_ids: Tensor) -> list[int] | None:
-    """Lengths of the runs of equal ids, row after row; None if an id comes back after another.
+    """Return the lengths of runs of equal ids, row after row; None if an id returns later.
 
     On a CPU tensor the values are at hand: reading them waits for no device.
     """

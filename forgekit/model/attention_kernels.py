@@ -1,6 +1,6 @@
-"""Which kernel computes attention: one table of what each takes, asked at set-up and at each call.
+"""Choice of attention kernels by a table of requirements, at set-up and at each call.
 
-A device counts by what its backend offers, not by its name: whether a kernel is registered for it,
+A device is judged by its backend, not by its name: whether a kernel is registered for it,
 or the compiler writes Triton for it. What a kernel does not take stands here too, since torch
 refuses some of it late and some (float32 on a fake device) never.
 """
@@ -30,7 +30,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 @attrs.frozen
 class Requirements:
-    """What a kernel needs of the device and of queries.
+    """Requirements of a kernel on device and queries.
 
     Attributes:
         operator: What the device must have a kernel for, or ``TRITON``.
@@ -52,7 +52,7 @@ KERNELS: Mapping[str, Requirements] = MappingProxyType(
         "flex": Requirements(TRITON, (*HALVES, torch.float32), 16, 256),
     }
 )
-"""``"sdpa"`` takes everything: torch's own choice, with a mask or one call for each document."""
+"""``"sdpa"`` supports everything: torch's choice, with a mask or one call per document."""
 
 ORDER: Mapping[AttentionUse, tuple[Kernel, ...]] = MappingProxyType(
     {
@@ -62,7 +62,7 @@ ORDER: Mapping[AttentionUse, tuple[Kernel, ...]] = MappingProxyType(
         "ring": ("flash", "sdpa"),
     }
 )
-"""The kernels that can serve each use; the first that takes it is chosen."""
+"""Kernels for each use; the first whose requirements are met is chosen."""
 
 
 def choose(
@@ -72,7 +72,7 @@ def choose(
     channels: int | None,
     attention: AttentionChoice = "auto",
 ) -> Kernel:
-    """Choose the kernel, or check the one that was asked for.
+    """Choose the kernel, or check the requested one.
 
     Args:
         use: What it is to compute.
@@ -108,7 +108,7 @@ def choose(
 def why_not(
     kernel: str, device: torch.device, dtype: torch.dtype, channels: int | None
 ) -> str | None:
-    """Say why a kernel cannot run on a device, or with a dtype or head width; None if it can."""
+    """Return why a kernel cannot run on a device, or with a dtype or head width; else None."""
     needs = KERNELS.get(kernel)
     if needs is None:
         return None
@@ -126,7 +126,7 @@ def why_not(
 
 @torch.compiler.assume_constant_result
 def _offers(device: str, operator: str) -> bool:
-    """Whether a kind of device has an operator's kernel; constant for the compiler."""
+    """Whether a device type has an operator's kernel; constant for the compiler."""
     if operator == TRITON:
         return device != "cpu" and _writes_triton(device)  # flex has no backward on a CPU
     key = torch._C._dispatch_key_for_device(device)
@@ -137,7 +137,7 @@ def _offers(device: str, operator: str) -> bool:
 
 
 def _compute_capability(device: str) -> float:
-    """Major compute capability: CUDA registers flash kernels that need 8; infinite elsewhere."""
+    """Return the major compute capability (CUDA's flash kernels need 8); inf elsewhere."""
     ask = getattr(getattr(torch, device, None), "get_device_capability", lambda: None)
     capability = ask()
     return capability[0] if isinstance(capability, tuple) else math.inf
@@ -149,6 +149,6 @@ def _writes_triton(device: str) -> bool:
 
     try:
         backend = get_interface_for_device(device)
-    except NotImplementedError:  # a device that the compiler was not told of
+    except NotImplementedError:  # a device unknown to the compiler
         return False
     return has_triton_package() and backend.is_available() and backend.is_triton_capable()

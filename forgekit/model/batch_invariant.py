@@ -1,4 +1,4 @@
-"""The same bits for a token, whatever is computed beside it.
+"""Batch invariance: a token's bits do not depend on the rest of the batch.
 
 A matrix product adds up in an order that depends on its shape: a token decoded alone, in a batch
 or in a training row gets other last bits. Here every product has one shape per matrix. Positions
@@ -29,7 +29,7 @@ from forgekit.model.nf4 import is_packed
 from forgekit.tensors import wide
 
 QUERIES, KEYS = 16, 64
-"""Rows of a tile of queries, which one new token with its heads does not fill, and of keys."""
+"""Tile sizes of queries, which one new token with its heads does not fill, and of keys."""
 
 
 PART = 2**15
@@ -38,12 +38,12 @@ elements of each thread's share get another exponential."""
 
 
 def tile_rows(device: torch.device) -> int:
-    """Rows of a tile: few on a CPU, where a decode computes all of them, padded ones too."""
+    """Return the rows of a tile: few on a CPU, where decoding computes padded rows too."""
     return 32 if device.type == "cpu" else 256
 
 
 def by_tile(compute: Callable[[Tensor], Tensor], x: Tensor, *read: Tensor) -> Tensor:
-    """Compute what treats every row alone, each tile of rows by itself.
+    """Compute a row-wise function tile by tile.
 
     Args:
         compute: Maps ``[n ...]`` to ``[n ...]``, each row from its own.
@@ -67,7 +67,7 @@ def by_tile(compute: Callable[[Tensor], Tensor], x: Tensor, *read: Tensor) -> Te
 
 
 def rows_by_tile(module: nn.Module, x: Tensor) -> Tensor:
-    """Call a module on ``[b s ...]`` by tiles of positions: the ``rows`` socket of a model."""
+    """Call a module on ``[b s ...]`` by tiles of positions; a model's ``rows`` socket."""
     return by_tile(module, x.flatten(0, 1), *module.parameters()).unflatten(0, x.shape[:2])
 
 
@@ -79,18 +79,18 @@ def linear_by_tile(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def silu_in_parts(x: Tensor) -> Tensor:
-    """SiLU of ``[t f]``, in parts that no loop divides unevenly."""
+    """Compute SiLU of ``[t f]`` in parts that torch does not divide among threads."""
     return torch.cat([F.silu(part) for part in x.flatten().split(PART)]).view_as(x)
 
 
 def telling(head: Callable[..., Any]) -> Callable[..., Any]:
-    """Tell a head whose arguments have ``batch_invariant`` that this is asked of its logits."""
+    """Pass ``batch_invariant=True`` to a head that accepts it."""
     is_asking = "batch_invariant" in inspect.signature(head).parameters
     return partial(head, batch_invariant=True) if is_asking else head
 
 
 def log_probs_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probabilities of all tokens, ``[... v]``, in float32 or wider.
+    """Compute log-probabilities of all tokens, ``[... v]``, in float32 or wider.
 
     Sampling and training both call it: another formula for the same number has other last bits.
 
@@ -102,7 +102,7 @@ def log_probs_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def attend_by_tile(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None = None) -> Tensor:
-    """Attend inside documents as ``attend_causal`` does; an ``attend`` socket.
+    """Attend within documents as ``attend_causal`` does; an ``attend`` socket.
 
     Args:
         q: ``[b s h c]`` queries.
@@ -122,7 +122,7 @@ def attend_by_tile(q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None = 
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attend from tiles of queries to blocks of keys, added up in the order of the blocks.
+    """Attend from tiles of queries to blocks of keys, summed in the order of blocks.
 
     Args:
         q: ``[m k r t c]``: of each key head, ``r`` tiles of ``t`` queries.
@@ -135,11 +135,11 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """
     given, dtype = q.dtype, wide(q.dtype)
     q = (q.to(dtype) * q.shape[-1] ** -0.5).contiguous()
-    # Contiguous as they are multiplied: how a matrix lies in memory may decide the order too.
+    # Contiguous: the memory layout of a matrix may change the order of sums too.
     k, v = (x.to(dtype).contiguous().unsqueeze(3) for x in (k.mT, v))
     scores = q @ k
     scores = scores.masked_fill(~mask, float("-inf"))
-    # A maximum is exact in any order, unlike the sums below.
+    # Maxima are exact in any order, unlike the sums below.
     weights = (scores - scores.amax((0, -1), keepdim=True)).exp()
     parts, sums = weights @ v, weights.sum(-1, keepdim=True)
     out, total = parts[0], sums[0]
@@ -149,7 +149,7 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attend from one new position to those that are kept, as ``attend_by_tile`` would.
+    """Attend from one new position to the cached ones, as ``attend_by_tile`` would.
 
     Args:
         q: ``[b k g c]``, the query heads that share keys.
@@ -170,7 +170,7 @@ def attend_cached(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def restarting_positions(doc_ids: Tensor) -> Tensor:
-    """Position of each token in its document, ``[b s]``: rotations by others differ in last bits.
+    """Return positions within documents, ``[b s]``: rotations by others differ in last bits.
 
     Examples:
         >>> restarting_positions(torch.tensor([[4, 4, 7, 7, 7]]))
@@ -182,7 +182,7 @@ def restarting_positions(doc_ids: Tensor) -> Tensor:
 
 
 def check_parts(model: nn.Module) -> None:
-    """Raise if a model has parts whose bits depend on other rows, or on chance.
+    """Raise if a model has parts whose bits depend on other rows or on random numbers.
 
     Raises:
         ValueError: If it has experts, weights packed into NF4 or dropout.
@@ -198,7 +198,7 @@ def check_parts(model: nn.Module) -> None:
 
 
 def refuse_batch_invariant(why: str) -> NoReturn:
-    """Raise, as a token's bits would depend on what is computed beside it.
+    """Raise because a token's bits would depend on the rest of the batch.
 
     Raises:
         ValueError: Always.
@@ -212,12 +212,12 @@ def refuse_batch_invariant(why: str) -> NoReturn:
 
 @_disable_dynamo
 def _refuse_compiled() -> None:
-    # Not traced but called where it stands: what the compiler sees raised, it leaves to eager code.
+    # Not traced: the compiler would leave a function that raises to eager code.
     refuse_batch_invariant("it is compiled")
 
 
 class _ByTile(torch.autograd.Function):
-    """Forward by tiles; backward computes once more from the inputs, without tiles."""
+    """Forward by tiles; backward recomputes from the inputs, without tiles."""
 
     @staticmethod
     def forward(
@@ -228,7 +228,7 @@ class _ByTile(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(*tensors[:inputs])
-        # Parameters that it reads are not saved: FSDP gathers into the same ones again.
+        # Parameters are not saved: FSDP gathers into the same ones again.
         ctx.plainly, ctx.read = plainly, tensors[inputs:]
         return by_tile(*tensors[:inputs])
 
@@ -247,7 +247,7 @@ class _ByTile(torch.autograd.Function):
 
 
 def _starts(q: Tensor, doc_ids: Tensor | None) -> Tensor:
-    """Where documents begin in rows laid end to end, and last the end, ``[n+1]`` on the host."""
+    """Return document boundaries in rows laid end to end, ``[n+1]`` on the host."""
     rows, positions = q.shape[:2]
     if doc_ids is None:
         return torch.arange(rows + 1) * positions
@@ -261,7 +261,7 @@ def _starts(q: Tensor, doc_ids: Tensor | None) -> Tensor:
 
 
 def _attend_documents(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
-    """Attend inside each document: its block of queries at a time, with all of that number."""
+    """Attend within documents: the n-th query blocks of all documents at a time."""
     blocks = -(-starts.diff() // KEYS)
     first = blocks.cumsum(0) - blocks
     document = torch.arange(len(blocks)).repeat_interleave(starts.diff())
@@ -287,7 +287,7 @@ def _attend_documents(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor
 
 
 def _in_blocks(x: Tensor, slots: Tensor, count: int) -> Tensor:
-    """Rows laid end to end, ``[b s ...]``, at their slots of blocks of keys, ``[n s ...]``."""
-    blocks = x.new_zeros(count * KEYS, *x.shape[2:])  # a NaN in memory would pass a mask as NaN
+    """Scatter rows, ``[b s ...]``, to their slots in blocks of keys, ``[n s ...]``."""
+    blocks = x.new_zeros(count * KEYS, *x.shape[2:])  # a NaN in memory would pass a mask
     blocks[slots] = x.flatten(0, 1)
     return blocks.unflatten(0, (count, KEYS))

@@ -41,11 +41,11 @@ def init_weights(model: nn.Module, seed: int, *, only: Collection[str] | None = 
         ValueError: If a parameter belongs to a module that has neither ``initial_std`` above it
             nor ``reset_parameters``.
     """
-    # A shared parameter is listed, and filled, under the first of its names only.
+    # A shared parameter is filled under the first of its names only.
     names = {name for name, _ in model.named_parameters() if only is None or name in only}
-    foreign: Reset | None = getattr(model, "_init_weights", None)  # as transformers calls it
+    foreign: Reset | None = getattr(model, "_init_weights", None)  # transformers' name
     for name, parameter, full in _initial_values(model, "", seed, None, foreign):
-        # In a dry run parameters have a shape and no values.
+        # In a dry run parameters have no values.
         if name in names and not isinstance(local(parameter), FakeTensor):
             copy_full(parameter, full())
 
@@ -58,7 +58,7 @@ Reset = Callable[[nn.Module], object]
 def _initial_values(
     module: nn.Module, prefix: str, seed: int, std: Std | None, foreign: Reset | None
 ) -> Values:
-    """Every parameter below ``module`` with a function that makes its full initial value."""
+    """Yield every parameter below ``module`` with a function that makes its full initial value."""
     std = getattr(module, "initial_std", None) or std
     adapters: dict[str, Callable[[], Tensor]] = getattr(module, "initial_adapters", dict)()
     own_parameters = dict(module.named_parameters(recurse=False))
@@ -69,14 +69,14 @@ def _initial_values(
             yield name, parameter, partial(_draw, shape, name, seed, std(name))
     elif parameters:
         yield from _reset_values(module, prefix, seed, parameters, foreign)
-    # After the weights: lengths of rows are taken from them.
+    # After the weights, whose row lengths they need.
     yield from ((prefix + leaf, own_parameters[leaf], full) for leaf, full in adapters.items())
     for name, child in module.named_children():
         yield from _initial_values(child, f"{prefix}{name}.", seed, std, foreign)
 
 
 def _full_shape(module: nn.Module, parameter: Tensor) -> tuple[int, ...]:
-    """A parameter's shape; of one that is packed that of its matrix."""
+    """Return a parameter's full shape; for a packed one its matrix's."""
     if is_packed(parameter) and isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     return tuple(parameter.shape)
@@ -96,7 +96,7 @@ def _reset_values(
     parameters: dict[str, nn.Parameter],
     foreign: Reset | None,
 ) -> Values:
-    """Values of a foreign module: what ``reset_parameters`` makes of a full-size twin."""
+    """Return a foreign module's values, by ``reset_parameters`` of a full-size twin."""
     reset: Reset | None = getattr(type(module), "reset_parameters", foreign)
     if reset is None:
         raise ValueError(
@@ -109,7 +109,7 @@ def _reset_values(
         dtype = torch.float32 if is_packed(parameter) else parameter.dtype
         shape = _full_shape(module, parameter)
         empty[leaf] = nn.Parameter(torch.empty(shape, dtype=dtype, device="cpu"))
-    twin._parameters = {**module._parameters, **empty}  # an absent bias stays there as None
+    twin._parameters = {**module._parameters, **empty}  # an absent bias is there as None
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed_of(seed, prefix))
         reset(twin)
@@ -118,7 +118,7 @@ def _reset_values(
 
 
 def copy_full(parameter: Tensor, full: Tensor) -> None:
-    """Fill a parameter, in place, with what this rank holds of a whole tensor; pack it if due."""
+    """Copy this rank's part of a full tensor into a parameter, in place; pack it if needed."""
     full = pack(full) if is_packed(parameter) else full.to(parameter.dtype)
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
@@ -128,6 +128,6 @@ def copy_full(parameter: Tensor, full: Tensor) -> None:
 
 
 def seed_of(seed: int, name: str) -> int:
-    """Mix 63 bits from seed and name; Python's own string hash differs from process to process."""
+    """Derive a 63-bit seed from seed and name; Python's string hash differs between processes."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""Keys and values of the positions so far, so that a new one costs one position's work.
+"""Key-value cache: a new position costs one position's work.
 
 A cache is an ``attend`` socket for a while: it keeps what its attention computes, so no module of
 the model knows of it.
@@ -20,7 +20,7 @@ from forgekit.model.transformer import Transformer, attentions
 
 @attrs.define(eq=False)
 class NewPositions:
-    """Where the positions under way belong; one value that all layers of a model share.
+    """Indices of the new positions, shared by all layers of a model.
 
     Attributes:
         room: Positions that a cache holds.
@@ -39,7 +39,7 @@ class NewPositions:
 
 @attrs.define(eq=False)
 class CachedAttend:
-    """Attends from new positions to all that came before in their row.
+    """Attends from new positions to all earlier ones in their row.
 
     Attributes:
         attend: Attends within the prompts.
@@ -54,18 +54,18 @@ class CachedAttend:
     _values: Tensor | None = attrs.field(default=None, init=False)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, doc_ids: Tensor | None) -> Tensor:
-        """Keep ``k`` and ``v``, ``[b s k c]``; attend from ``q``, ``[b s h c]``."""
+        """Store ``k`` and ``v``, ``[b s k c]``; attend from ``q``, ``[b s h c]``."""
         if self._keys is None or self._values is None:
             rows, _, heads, channels = k.shape
             shape = (rows, heads, self.new.room, channels)
-            # Zeros: what a mask leaves out is multiplied by zero, and memory may hold a NaN.
+            # Zeros: masked values are multiplied by zero, and uninitialised memory may hold NaN.
             self._keys, self._values = k.new_zeros(shape), v.new_zeros(shape)
         self._write(self._keys, k)
         self._write(self._values, v)
         if self.new.mask is None:
             return self.attend(q, k, v, doc_ids=doc_ids)
         rows, positions, heads, channels = q.shape
-        # Query heads that share keys become queries of one head: nothing is repeated. [b k g*s c]
+        # Query heads that share keys become queries of one head, without repeats. [b k g*s c]
         shared = q.transpose(1, 2).reshape(rows, k.shape[2], -1, channels)
         keys, values = (x[:, :, : self.new.end] for x in (self._keys, self._values))
         attended = self.attend_new(shared, keys, values, self.new.mask)
@@ -80,12 +80,12 @@ class CachedAttend:
 
 
 def is_batch_invariant(model: nn.Module) -> bool:
-    """Whether a token's logits have the same bits whatever is computed beside it."""
+    """Whether a token's bits do not depend on the rest of the batch."""
     return isinstance(model, Transformer) and model.batch_invariant
 
 
 def cache_sockets(model: nn.Module, new: NewPositions) -> dict[str, dict[str, CachedAttend]]:
-    """Make the ``attend`` sockets that keep keys and values, by module name; see ``attentions``."""
+    """Build caching ``attend`` sockets by module name; see ``attentions``."""
     attend_new = attend_cached if is_batch_invariant(model) else F.scaled_dot_product_attention
     named = attentions(model).items()
     return {name: {"attend": CachedAttend(m.attend, new, attend_new)} for name, m in named}

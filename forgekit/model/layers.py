@@ -1,4 +1,4 @@
-"""The parts of a transformer block: rotary embedding, attention, gated feed-forward, the block."""
+"""Parts of a transformer block: rotary embedding, attention, gated feed-forward, the block."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from forgekit.model.attention import Attend, attend_causal
 from forgekit.model.rope_scaling import RopeScaling, rotary_frequencies
 
 Rows = Callable[..., Tensor]
-"""``rows(module, x)`` calls a module that treats each position, of ``[b s ...]``, alone."""
+"""``rows(module, x)`` calls a position-wise module on ``[b s ...]``."""
 
 
 def at_once(module: nn.Module, x: Tensor, *options: Any) -> Tensor:
-    """Call a module that treats each position alone on all of them, ``[b s ...]``."""
+    """Call a position-wise module on all positions, ``[b s ...]``."""
     return module(x, *options)
 
 
 def rotary_angles(
     position_ids: Tensor, channels: int, theta: float, scaling: RopeScaling | None = None
 ) -> Tensor:
-    """Angles by which each pair of channels turns at each position.
+    """Compute the rotation angle of each pair of channels at each position.
 
     Computed in float64: at position 100,000 a float32 angle is off by 4e-3 radians.
 
@@ -45,7 +45,7 @@ def rotary_angles(
 
 
 def rotary_turns(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """What ``rotate`` multiplies both channels of each pair by.
+    """Compute the factors of ``rotate`` for both channels of each pair.
 
     Args:
         angles: ``[s c/2]`` or ``[b s c/2]``.
@@ -59,7 +59,7 @@ def rotary_turns(angles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair ``(i, i + c/2)`` of channels by its angle.
+    """Rotate each pair ``(i, i + c/2)`` of channels by its angle.
 
     Args:
         x: ``[b s h c]``.

@@ -1,4 +1,4 @@
-"""Layers with a low-rank adapter: a frozen matrix, and two thin factors that are trained.
+"""Layers with a low-rank adapter: a frozen matrix and two trained thin factors.
 
 The factors are parameters of the layer itself, beside its weight, so that every parameter of the
 base keeps its name. Where ranks share the layer, ``parallelize`` shards the factors with it and
@@ -30,7 +30,7 @@ from forgekit.model.nf4 import PackedLinear, is_packed, pack, unpack
 from forgekit.tensors import full, wide
 
 WHOLE_FACTORS = MappingProxyType({0: ("lora_A",), 1: ("lora_B", "lora_magnitude_vector")})
-"""What ranks hold whole, by the dimension along which they share the weight."""
+"""Replicated parameters of an adapter, by the sharded dimension of the weight."""
 
 
 @attrs.frozen(kw_only=True)
@@ -52,7 +52,7 @@ class Adapter:
 
     name: str
     rank: int = field(validator=ge(1))
-    alpha: float = field(validator=gt(0))  # without it the adapter would add nothing
+    alpha: float = field(validator=gt(0))  # a zero scale would disable the adapter
     dropout: float = field(default=0.0, validator=(ge(0), lt(1)))
     dora: bool = False
     rslora: bool = False
@@ -60,7 +60,7 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """What the product of the factors is multiplied by."""
+        """Factor of the product ``B @ A``."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def draw(self, shape: torch.Size, restart: int = 0) -> Tensor:
@@ -77,12 +77,12 @@ class Adapter:
 
 
 class LoraLinear(nn.Linear):
-    """``nn.Linear`` with an adapter; ``of`` makes one that takes the place of a layer.
+    """``nn.Linear`` with an adapter; ``of`` makes one to replace a layer.
 
     Attributes:
         adapters: The adapter under ``"weight"``; a socket: without it the base computes alone.
         bases: The weight's values before it was merged, this rank's; empty while it is not.
-        merged: Of a packed weight what it is merged to, sharded alike; None while it is not.
+        merged: The merged form of a packed weight, sharded alike; None while unmerged.
         full_dtype: Of the weight before it was packed.
         lora_A: ``[r in]``.
         lora_B: ``[out r]``.
@@ -103,7 +103,7 @@ class LoraLinear(nn.Linear):
 
     @classmethod
     def of(cls, layer: nn.Module, adapter: Adapter, *, packs: bool = False) -> LoraLinear:
-        """Make a layer of the parameters and hooks of another, with an adapter that adds zero.
+        """Make a layer with another's parameters and hooks, and an adapter that adds zero.
 
         Args:
             layer: A linear layer.
@@ -135,7 +135,7 @@ class LoraLinear(nn.Linear):
         kept = self.drop(rows, adapter.dropout) if is_dropped else rows
         low = F.linear(kept, self.lora_A.to(x.dtype))
         out = self._multiply(rows, None if adapter.dora else self.bias)
-        # One product that adds to what is there: no pass over the output for scale and sum.
+        # A fused multiply-add: no further pass over the output for scale and sum.
         out = torch.addmm(out, low, self.lora_B.to(x.dtype).t(), alpha=adapter.scale)
         if self.lora_magnitude_vector is not None:
             out = out * self._stretch(self.lora_magnitude_vector).to(x.dtype)
@@ -143,7 +143,7 @@ class LoraLinear(nn.Linear):
         return out.view(*x.shape[:-1], out.shape[-1])
 
     def adapted_weight(self) -> Tensor:
-        """The weight that the layer computes with, ``[out in]``, differentiable."""
+        """Return the effective weight, ``[out in]``, differentiable."""
         low, high = self.lora_A.to(self.weight.dtype), self.lora_B.to(self.weight.dtype)
         adapted = self.weight + self.adapters["weight"].scale * (high @ low)
         if self.lora_magnitude_vector is None:
@@ -153,23 +153,23 @@ class LoraLinear(nn.Linear):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weight; of a packed one that which it had."""
+        """Dtype of the weight; for a packed one its unpacked dtype."""
         return self.full_dtype if is_packed(self.weight) else self.weight.dtype
 
     def whole_weight(self, dtype: torch.dtype) -> Tensor:
-        """The base's weight, unpacked, ``[out in]``; while FSDP has not gathered it, it is here."""
+        """Return the base's weight, unpacked, ``[out in]``, gathered if FSDP has sharded it."""
         weight = full(self.weight.detach())
         if not is_packed(weight):
             return weight.to(dtype)
         return unpack(weight, (self.out_features, self.in_features), dtype)
 
     def factor_names(self, matrix: str) -> tuple[str, str, str | None]:
-        """Names of a matrix's ``A``, ``B`` and magnitude."""
+        """Return the names of a matrix's ``A``, ``B`` and magnitude."""
         magnitude = "lora_magnitude_vector" if self.adapters[matrix].dora else None
         return "lora_A", "lora_B", magnitude
 
     def initial_adapters(self, restart: int = 0) -> dict[str, Callable[[], Tensor]]:
-        """Whole initial values of the adapter's parameters, by name; see ``init_weights``."""
+        """Return full initial values of the adapter's parameters, by name; see ``init_weights``."""
         return _initial(self, restart)
 
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
@@ -182,7 +182,7 @@ class LoraLinear(nn.Linear):
         return out if bias is None else out + bias
 
     def _stretch(self, magnitude: Tensor) -> Tensor:
-        """What each row is multiplied by, ``[out]``; gradients reach the magnitude alone."""
+        """Compute DoRA's factor of each row, ``[out]``; only the magnitude gets gradients."""
         with torch.no_grad():
             dtype = wide(self.dtype)
             delta = self.lora_B.to(dtype) @ self.lora_A.to(dtype)
@@ -192,7 +192,7 @@ class LoraLinear(nn.Linear):
 
 
 class LoraExperts(Experts):
-    """Experts of which each has adapters of its own; ``of`` makes them of experts.
+    """Experts with an adapter each; ``of`` makes them from experts.
 
     Attributes:
         adapters: By stack, ``"gate"``, ``"up"`` or ``"down"``; a socket, as that of a linear layer.
@@ -206,41 +206,41 @@ class LoraExperts(Experts):
 
     @classmethod
     def of(cls, experts: Experts) -> LoraExperts:
-        """Make experts of the parameters and hooks of others, without adapters yet."""
+        """Make experts with others' parameters and hooks, without adapters yet."""
         lora: Any = _swap_class(experts, cls)
         lora.adapters, lora.bases = {}, {}
         return lora
 
     def add_adapter(self, stack: str, adapter: Adapter) -> None:
-        """Give a stack adapters that add zero, in place."""
+        """Add adapters that add zero to a stack, in place."""
         weight = getattr(self, stack)
         count, outputs, inputs = weight.shape
         self.register_parameter(f"{stack}_lora_A", _new(weight, (count, adapter.rank, inputs)))
         self.register_parameter(f"{stack}_lora_B", _new(weight, (count, outputs, adapter.rank)))
         self.adapters[stack] = adapter
-        # TP shards one dimension; only the factor that has it is sharded, the other is whole.
+        # TP shards one dimension; the factor without it is replicated.
         by_rows = self.widths[stack] == 1
         low, high = (None, 1) if by_rows else (2, None)
         self.widths = {**self.widths, f"{stack}_lora_A": low, f"{stack}_lora_B": high}
         _fill(self, stack)
 
     def project(self, stack: str, rows: Tensor, multiply: Multiply) -> Tensor:
-        """Multiply rows by their expert's matrix, and add what its adapter makes of them."""
+        """Multiply rows by their expert's adapted matrix."""
         out = super().project(stack, rows, multiply)
         if stack not in self.adapters or self.bases:
             return out
         low, high = (getattr(self, name).to(rows.dtype) for name in self.factor_names(stack)[:2])
         if short := -low.shape[1] % (ALIGNMENT // rows.element_size()):
-            # Zeros up to the strides that the grouped product takes.
+            # Zeros up to strides that the grouped product supports.
             low, high = F.pad(low, (0, 0, 0, short)), F.pad(high, (0, short))
         return out + multiply(multiply(rows, low), high) * self.adapters[stack].scale
 
     def factor_names(self, matrix: str) -> tuple[str, str, str | None]:
-        """Names of a stack's ``A`` and ``B``; there is no magnitude."""
+        """Return the names of a stack's ``A`` and ``B``; there is no magnitude."""
         return f"{matrix}_lora_A", f"{matrix}_lora_B", None
 
     def initial_adapters(self, restart: int = 0) -> dict[str, Callable[[], Tensor]]:
-        """Whole initial values of the adapters' parameters, by name; see ``init_weights``."""
+        """Return full initial values of the adapters' parameters, by name; see ``init_weights``."""
         return _initial(self, restart)
 
 
@@ -255,7 +255,7 @@ LoraLayer = LoraLinear | LoraExperts
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
-    """A model's layers with adapters, by name; those that this rank has."""
+    """Return this rank's layers with adapters, by name."""
     named = model.named_modules()
     return {name: module for name, module in named if isinstance(module, LoraLayer)}
 
@@ -277,7 +277,7 @@ def check_unmerged(model: nn.Module, why: str) -> list[LoraLayer]:
 
 
 def adapter_names(model: nn.Module) -> list[str]:
-    """Names of the parameters of a model's adapters; those that this rank has."""
+    """Return the names of this rank's adapter parameters."""
     return [
         f"{name}.{leaf}".lstrip(".")
         for name, layer in lora_layers(model).items()
@@ -288,7 +288,7 @@ def adapter_names(model: nn.Module) -> list[str]:
 
 
 def weight_of(layer: nn.Linear) -> Tensor:
-    """The weight that a linear layer computes with, where it is read instead of called."""
+    """Return the effective weight of a linear layer that is read instead of called."""
     if isinstance(layer, LoraLinear) and layer.adapters and not layer.bases:
         return layer.adapted_weight()
     return layer.weight
@@ -296,7 +296,7 @@ def weight_of(layer: nn.Linear) -> Tensor:
 
 @torch.no_grad()
 def merged_weight(layer: LoraLayer, matrix: str) -> Tensor:
-    """Add an adapter to its matrix, both whole: in float32 or wider, the same bits in every layout.
+    """Add an adapter to its full matrix in float32 or wider; the same bits in every layout.
 
     Args:
         layer: A layer with adapters, its base unpacked where it is packed.
@@ -324,13 +324,13 @@ def _same(values: Tensor) -> Tensor:
 
 
 def _new(weight: Tensor, shape: tuple[int, ...]) -> nn.Parameter:
-    """A trainable parameter beside a weight; of 16-bit weights in float32, where it can move."""
+    """Make a trainable parameter like a weight; float32 for 16-bit ones, to resolve updates."""
     return nn.Parameter(torch.empty(shape, dtype=wide(weight.dtype), device=weight.device))
 
 
 @torch.no_grad()
 def _fill(layer: LoraLayer, matrix: str) -> None:
-    """Fill an adapter that was just added, in place; on meta ``parallelize`` does it."""
+    """Initialise a new adapter, in place; on meta ``parallelize`` does it."""
     initial = layer.initial_adapters()
     for name in layer.factor_names(matrix):
         if name is not None and not (parameter := getattr(layer, name)).is_meta:
@@ -349,6 +349,6 @@ def _initial(layer: LoraLayer, restart: int) -> dict[str, Callable[[], Tensor]]:
 
 
 def _row_lengths(layer: Any) -> Tensor:
-    """Lengths of the rows of a whole weight, which is gathered: the same bits in every layout."""
+    """Compute row norms of the gathered full weight; the same bits in every layout."""
     weight = layer.whole_weight(wide(layer.dtype))
     return torch.linalg.vector_norm(weight, dim=-1).cpu()

@@ -1,4 +1,4 @@
-"""Mixture of experts: a router sends each token to a few of many feed-forwards.
+"""Mixture of experts: a router sends each token to a few feed-forwards.
 
 No token is padded to a common length: tokens are sorted by expert and multiplied group by group.
 What no expert computes, padding and tokens beyond an expert's capacity, is sorted behind the last
@@ -40,7 +40,7 @@ Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
 class Dispatch(Protocol):
-    """What an expert layer calls; ``parallelize`` puts another one in its place."""
+    """Interface of the ``dispatch`` socket, which ``parallelize`` may replace."""
 
     def __call__(
         self,
@@ -50,12 +50,12 @@ class Dispatch(Protocol):
         compute: Compute,
         meanwhile: Callable[[], None] | None = None,
     ) -> Tensor:
-        """Give each token to its expert and return what became of it, in the tokens' order."""
+        """Compute each token with its expert; return results in the tokens' order."""
         ...
 
 
 class Experts(nn.Module):
-    """SwiGLU feed-forwards, each applied to the tokens that its count gives it.
+    """SwiGLU feed-forwards, each applied to its count of tokens.
 
     ``widths`` says along which dimension tensor parallelism shards each parameter, None for one
     that every rank has whole; each rank then computes a part of the sum.
@@ -70,7 +70,7 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, dim, ffn_dim))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
-        """Compute tokens that are sorted by expert.
+        """Compute tokens sorted by expert.
 
         Args:
             tokens: ``[m d]``.
@@ -90,7 +90,7 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed and shared experts in place of a feed-forward.
+    """Routed and shared experts, which replace a feed-forward.
 
     ``dispatch`` and ``reduce`` are sockets: plain callables that ``parallelize`` replaces where
     experts are sharded over ranks, and where each rank has a part of each expert.
@@ -111,7 +111,7 @@ class MoE(nn.Module):
         self.reduce: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor] = reduce_local
 
     def forward(self, x: Tensor, routing: Routing | None = None) -> Tensor:
-        """Send each token to its experts and add up what they make of it.
+        """Send each token to its experts and sum their outputs.
 
         Args:
             x: ``[b s d]``.
@@ -124,7 +124,7 @@ class MoE(nn.Module):
         if self.shared is None:
             return self.reduce(partial(self._route, routing), x)
         shared, beside = self.shared, list[Tensor]()
-        # While tokens travel to other ranks, this one computes what needs none of theirs.
+        # Overlaps with the exchange of tokens: it needs none of them.
         meanwhile = lambda: beside.append(shared(x))  # noqa: E731
         mixed = self.reduce(partial(self._route, routing, meanwhile=meanwhile), x)
         return mixed + beside[0]
@@ -135,19 +135,19 @@ class MoE(nn.Module):
         tokens = x.flatten(0, 1).repeat_interleave(self.spec.top_k, dim=0)
         ids = choice.flatten()
         is_taken = (ids < self.spec.experts).unsqueeze(-1)
-        if may_leave_out:  # keeps what is past the last offset out of gradients
+        if may_leave_out:  # keeps rows past the last offset out of gradients
             tokens = torch.where(is_taken, tokens, 0.0)
         out = self.dispatch(tokens, ids, self.spec.experts, self.experts, **during)
         if may_leave_out:
             out = torch.where(is_taken, out, 0.0)
         out = out.unflatten(0, (-1, self.spec.top_k)).to(weights.dtype)
-        # Not a batched product, which is slow for matrices this small.
+        # A batched product is slow for matrices this small.
         mixed = (out * weights.flatten(0, 1).unsqueeze(-1)).sum(1).view(x.shape).to(x.dtype)
         return add_gradient(mixed, term, routing.scale)
 
 
 def reduce_local(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Compute with whole experts: there is nothing to add up.
+    """Return outputs of whole experts as they are: there is nothing to sum.
 
     Where each rank has a part of each expert, ``parallelize`` puts in its place what gives
     ``compute`` the positions of all ranks and adds up what they return.
@@ -156,7 +156,7 @@ def reduce_local(compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def _fits_grouped(tokens: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped product takes these: its dtypes, its strides, at least one row."""
+    """Whether torch's grouped product supports dtypes, strides and number of rows."""
     size = tokens.element_size()
     return (
         tokens.dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -170,7 +170,7 @@ def _multiply_grouped(counts: Tensor) -> Multiply:
     ends = counts.cumsum(0).to(torch.int32)
 
     def multiply(rows: Tensor, weight: Tensor) -> Tensor:
-        # The compiler's shapes of a grouped product are those of bfloat16 alone.
+        # The compiler knows shapes of grouped products for bfloat16 only.
         is_traced = rows.dtype == torch.bfloat16
         product = _product if is_traced else _product_as_written
         return product(rows, weight, ends)
@@ -186,7 +186,7 @@ _product_as_written: Any = torch.compiler.disable(_product)
 
 
 def _multiply_each(counts: Tensor) -> Multiply:
-    """One product for each expert; the host reads the counts."""
+    """Multiply expert by expert; the host reads the counts."""
     lengths = counts.tolist()
 
     def multiply(rows: Tensor, weight: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def dispatch_local(
 
 
 def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Find the order that puts tokens of the same expert side by side; nothing is read by the host.
+    """Find the order that sorts tokens by expert, without a host read.
 
     Args:
         expert_ids: ``[n]`` int64.
@@ -245,7 +245,7 @@ def sort_by_expert(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """
     ordered, order = torch.sort(expert_ids, stable=True)
     bounds = torch.arange(experts + 1, device=expert_ids.device)
-    # Not bincount: on an accelerator it waits for the largest id.
+    # Not bincount, which on an accelerator waits for the largest id.
     return order, torch.searchsorted(ordered, bounds).diff()
 
 
@@ -256,7 +256,7 @@ def invert(order: Tensor) -> Tensor:
 
 
 def permute(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Put rows in another order.
+    """Permute rows.
 
     Its backward is a gather. That of plain indexing adds rows up, as indices might repeat: one
     after the other on a CPU, and sorted first on an accelerator.
@@ -273,7 +273,7 @@ class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(order, inverse)
-        return rows.index_select(0, order)  # on a CPU a quarter of the time of rows[order]
+        return rows.index_select(0, order)  # four times as fast as rows[order] on a CPU
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]

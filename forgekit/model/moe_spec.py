@@ -1,4 +1,4 @@
-"""What experts a model has: their sizes, their router, its terms and its balance."""
+"""Specification of experts: sizes, router, auxiliary terms and load balancing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _check_groups(spec: MoESpec, _field: Any, top_groups: int | None) -> None:
 
 @attrs.frozen(kw_only=True)
 class MoESpec:
-    """Experts of a ``Transformer``, in place of the feed-forward of some or all blocks.
+    """Experts of a ``Transformer``, which replace the feed-forward of some or all blocks.
 
     Attributes:
         experts: Number of routed experts, ``e``.
@@ -100,9 +100,9 @@ class MoESpec:
         return layer >= self.first and (layer - self.first) % self.every == 0
 
     def rate(self, step: int, total: int | None) -> float:
-        """By how much biases move in a step."""
+        """Return the step size of biases."""
         rate = self.bias_rate(step, total) if callable(self.bias_rate) else self.bias_rate or 0.0
-        check_numbers(bias_rate=(rate, 0))  # below 0 it would drive the loads apart
+        check_numbers(bias_rate=(rate, 0))  # a negative rate would unbalance loads
         return rate
 
 

@@ -1,4 +1,4 @@
-"""NF4: a matrix in four bits a value, as QLoRA keeps a frozen base.
+"""NF4: a matrix in four bits per value, as QLoRA stores a frozen base.
 
 Blocks of 64 values are divided by their largest magnitude and rounded to the nearest of 16 levels.
 The magnitudes are held in eight bits, 256 of them with one factor, around the mean of all. The bits
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 BLOCK, GROUP = 64, 256
-"""Values to a magnitude; magnitudes to a factor."""
+"""Values per magnitude; magnitudes per factor."""
 
 PIECE = BLOCK * GROUP
-"""Values that are packed together."""
+"""Values per packed piece."""
 
 LEVELS = (
     *(-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0),
@@ -34,10 +34,10 @@ CODES, SCALES, NUMBERS = PIECE // 2, GROUP, 4 * (2 + len(LEVELS))
 
 BYTES = CODES + SCALES + NUMBERS
 CHUNK = 64
-"""Pieces that are quantized at once, as the distances to all levels take 16 times their memory."""
+"""Pieces quantized at once: distances to all levels take 16 times their memory."""
 
 UNPACKED = 256
-"""Pieces that are unpacked at once, so that little is held in float32."""
+"""Pieces unpacked at once, to hold little in float32."""
 
 
 def is_packed(tensor: Tensor) -> bool:
@@ -46,13 +46,13 @@ def is_packed(tensor: Tensor) -> bool:
 
 
 def values_in(tensor: Tensor) -> int:
-    """Number of values of a tensor; of a matrix in NF4 those that it was packed of."""
+    """Return the number of a tensor's values; for NF4 of the unpacked matrix."""
     return tensor.shape[0] * PIECE if is_packed(tensor) else tensor.numel()
 
 
 @torch.no_grad()
 def pack(weight: Tensor) -> Tensor:
-    """Quantize the whole of a matrix.
+    """Quantize a full matrix.
 
     Args:
         weight: Of any shape and floating dtype; on meta too. The number of values is divisible by
@@ -92,7 +92,7 @@ def unpack(packed: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
         codes, scales, numbers = part.split((CODES, SCALES, NUMBERS), 1)
         factor, mean, levels = numbers.view(torch.float32).split((1, 1, len(LEVELS)), 1)
         magnitudes = scales.view(torch.int8) / factor + mean
-        # Two values at once, as one of eight bytes, by the byte that holds their codes.
+        # Two values at once, as eight bytes, looked up by the byte of their codes.
         pairs = torch.stack((levels[0].repeat_interleave(16), levels[0].repeat(16)), 1)
         both = pairs.view(torch.float64).flatten().index_select(0, codes.flatten().int())
         values = both.view(torch.float32).view(target.shape)
@@ -101,12 +101,12 @@ def unpack(packed: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor
 
 
 def _nearest(blocks: Tensor, levels: Tensor) -> Tensor:
-    """Numbers of the nearest levels, uint8, of the same shape; of a block of zeros the first's."""
+    """Return indices of the nearest levels, uint8; the first level for a block of zeros."""
     return (blocks.unsqueeze(-1) - levels).abs().min(-1).indices.to(torch.uint8)
 
 
 class PackedLinear(torch.autograd.Function):
-    """``x @ weight.T`` of a packed weight, which is unpacked once more in backward, not kept."""
+    """``x @ weight.T`` of a packed weight, which is unpacked again in backward."""
 
     @staticmethod
     def forward(ctx, x: Tensor, packed: Tensor, outputs: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,4 +1,4 @@
-"""Rotary frequencies of models that were extended to longer sequences than they began with."""
+"""Rotary frequencies of models that were extended to longer sequences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _above(lower: str) -> Callable[[RopeScaling, Any, float], None]:
 
 @attrs.frozen(kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are lowered for longer sequences.
+    """Scaling of rotary frequencies for longer sequences.
 
     Attributes:
         kind: "linear": all by ``factor``; "llama3" and "yarn": low ones by ``factor``, high ones
@@ -79,7 +79,7 @@ class RopeScaling:
 
     @property
     def magnitude(self) -> float:
-        """By what cosines and sines are multiplied."""
+        """Factor of cosines and sines."""
         if self.kind != "yarn":
             return 1.0
         if self.attention_factor is None:
@@ -117,7 +117,7 @@ class RopeScaling:
 def rotary_frequencies(
     channels: int, theta: float, scaling: RopeScaling | None, device: torch.device
 ) -> Tensor:
-    """Angle by which each pair of channels turns from one position to the next.
+    """Compute the rotation angle per position of each pair of channels.
 
     Args:
         channels: Channels per head, ``c``.

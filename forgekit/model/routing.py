@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and what its router notes on the way.
+"""Routing of tokens to experts, and the statistics of routers.
 
 A router scores all experts and keeps ``k`` of them. Everything that it needs besides its weights,
 and everything that it reports, is in one ``Routing`` for each call of the model, an argument that
@@ -21,7 +21,7 @@ from forgekit.model.moe_spec import MoESpec
 from forgekit.tensors import wide
 
 SMALLEST = 1e-20
-"""Added to sums of weights, as in DeepSeek-V3: all of a sigmoid's may be 0."""
+"""Added to sums of weights, as in DeepSeek-V3: sigmoid scores may all be 0."""
 
 
 @attrs.frozen(eq=False)
@@ -31,7 +31,7 @@ class Routing:
     Attributes:
         scale: ``[]`` by which gradients of router terms are multiplied: the loss scale, as they
             are sums like the loss.
-        notes: By layer what its router has counted and summed; see ``Router.forward``.
+        notes: Counts and sums of each layer's router; see ``Router.forward``.
         is_token: ``[b s]`` bool, False on padding; None if no position is padding.
         targets: ``[b s]`` bool, where router terms are summed; None: on every token.
         choices: By layer ``[b s k]`` int64 experts, filled by the first forward.
@@ -46,7 +46,7 @@ class Routing:
     shares: dict[str, Tensor] = attrs.field(factory=dict)
 
     def sum_of_targets(self, values: Tensor) -> Tensor:
-        """Add ``[b s]`` values up where router terms are summed, ``[]``."""
+        """Sum ``[b s]`` values over target positions, ``[]``."""
         where = self.is_token if self.targets is None else self.targets
         return values.sum() if where is None else torch.where(where, values, 0.0).sum()
 
@@ -57,7 +57,7 @@ def whole_rows(counts: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """Scores all experts for each token, in float32 or wider, and keeps ``k`` of them.
+    """Scores all experts for each token, in float32 or wider, and chooses ``k``.
 
     ``sum_slices`` is a socket: a plain callable that ``parallelize`` replaces where a sequence is
     sharded over ranks, to add up what they counted in the same rows.
@@ -88,13 +88,13 @@ class Router(nn.Module):
         self.reset_buffers()
 
     def reset_buffers(self) -> None:
-        """Fill buffers as before the first step, in place."""
+        """Reset buffers to their initial values, in place."""
         self.load.fill_(1 / self.spec.experts)
         if self.selection_bias is not None:
             self.selection_bias.zero_()
 
     def forward(self, x: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Choose experts and weigh them.
+        """Choose experts and compute their weights.
 
         Notes, where gradients are computed, ``counts`` (``[e]``: how often each expert was
         chosen), ``kept`` (how many of these are computed), ``positions`` (where terms are summed),
@@ -127,7 +127,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def rebalance(self, counts: Tensor, is_good: Tensor, rate: float) -> None:
-        """Update load and selection bias from global counts, in place; a bad step changes nothing.
+        """Update load and selection bias by global counts, in place; a bad step changes nothing.
 
         Args:
             counts: ``[e]`` float64, how often each expert was chosen.
@@ -145,7 +145,7 @@ class Router(nn.Module):
         self.selection_bias.copy_(torch.where(is_good, moved, self.selection_bias))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Move buffers and never cast them: in 16 bits a bias would choose other experts."""
+        """Move buffers but never cast them: a 16-bit bias would choose other experts."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -169,7 +169,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def _admit(self, choice: Tensor, is_token: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Count a choice, and put ``e`` where no expert computes; nothing is read by the host.
+        """Count a choice and put ``e`` where no expert computes, without a host read.
 
         Earlier positions come first, so that no token's experts depend on later tokens.
         """
@@ -191,11 +191,11 @@ class Router(nn.Module):
     def _terms(
         self, logits: Tensor, scores: Tensor, choice: Tensor, routing: Routing
     ) -> tuple[dict[str, Tensor], Tensor | None]:
-        """Sum the router terms over target positions; unweighted as notes, weighted as one term."""
+        """Sum router terms over target positions, unweighted and as one weighted term."""
         spec, load, bias = self.spec, self.load.to(scores.dtype), self.selection_bias
         if spec.router == "sigmoid":
             scores = scores / (scores.sum(-1, keepdim=True) + SMALLEST)
-        # A term of weight 0 is noted all the same, without a graph.
+        # A term of weight 0 is still reported, without a graph.
         for_aux = scores if spec.aux_loss else scores.detach()
         for_z = logits if spec.z_loss else logits.detach()
         values = [
@@ -218,7 +218,7 @@ class Router(nn.Module):
         return notes, term
 
     def _share_rows(self, choice: Tensor, is_token: Tensor | None) -> Tensor:
-        """Each expert's share of whole rows, ``[b 1 e]`` float64; zeros of rows without tokens."""
+        """Compute each expert's share of whole rows, ``[b 1 e]`` float64; 0 without tokens."""
         ones = torch.ones_like(choice)
         ones = ones if is_token is None else is_token.unsqueeze(-1).expand_as(choice)
         shape = len(choice), self.spec.experts
@@ -229,7 +229,7 @@ class Router(nn.Module):
 
 
 def add_gradient(x: Tensor, term: Tensor | None, scale: Tensor | float) -> Tensor:
-    """Let a term enter the backward pass beside what ``x`` leads to; its value goes nowhere.
+    """Add a term's gradient to the backward pass of ``x``; its value is not used.
 
     Args:
         x: Any tensor that the loss depends on; returned as it is.
@@ -260,7 +260,7 @@ def check_choices(
     experts: int,
     is_token: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Make sure that a choice from outside is one for these layers and this micro-batch.
+    """Raise unless a given choice fits these layers and this micro-batch.
 
     Reads the smallest and largest number on the host, once for all layers.
 
@@ -305,7 +305,7 @@ def check_choices(
 
 
 def _within_groups(scores: Tensor, groups: int, top_groups: int, router: str) -> Tensor:
-    """Leave the scores of the best groups, and ``-inf`` for the others.
+    """Keep the scores of the best groups; the others become ``-inf``.
 
     A group is as good as its two best experts together (DeepSeek-V3), under softmax as its best
     one (DeepSeek-V2).
@@ -319,7 +319,7 @@ def _within_groups(scores: Tensor, groups: int, top_groups: int, router: str) ->
 
 
 def _once(kept: dict[str, Tensor], layer: str, make: Callable[[], Tensor]) -> Tensor:
-    """Return what a layer has; where there is nothing yet, make it and keep it for backward."""
+    """Return a layer's value; make it on first use and keep it for backward."""
     if layer in kept:
         return kept[layer]
     made = make()

@@ -1,4 +1,4 @@
-"""A decoder-only transformer that knows nothing of ranks.
+"""A decoder-only transformer, independent of ranks.
 
 Attention and position ids are sockets, plain callables which ``parallelize`` replaces; the output
 projection can be replaced for one call (``head``), so that a loss may read the gathered output
@@ -46,7 +46,7 @@ INTO_STREAM = (
     "feed_forward.shared.down.weight",
     "feed_forward.experts.down",
 )
-"""Ends of the names of projections back into the residual stream."""
+"""Suffixes of the projections back into the residual stream."""
 
 
 def _check_heads(spec: TransformerSpec, _field: Any, kv_heads: int) -> None:
@@ -135,7 +135,7 @@ class TransformerSpec:
     qkv_bias: bool = False
 
     def __eq__(self, other: object) -> bool:
-        """Whether both compute the same: without padding it does not matter how that is said."""
+        """Whether both compute the same; the ways to specify no padding are equal."""
         return type(other) is type(self) and _values(self) == _values(other)
 
     def __hash__(self) -> int:
@@ -143,7 +143,7 @@ class TransformerSpec:
 
     @property
     def tokens(self) -> int:
-        """Number of token ids, the rows that are no padding."""
+        """Number of token ids, without rows of padding."""
         return self.unpadded_vocab_size or self.vocab_size
 
     @property
@@ -153,7 +153,7 @@ class TransformerSpec:
 
     @property
     def routed(self) -> dict[int, str]:
-        """Names of the layers that have experts, by block."""
+        """Names of the layers with experts, by block."""
         if self.moe is None:
             return {}
         blocks = filter(self.moe.is_routed, range(self.layers))
@@ -161,7 +161,7 @@ class TransformerSpec:
 
 
 def locate_all(positions: int, device: torch.device) -> Tensor:
-    """Position ids of a rank that holds whole sequences: ``0 .. positions - 1``, ``[s]`` int64."""
+    """Return position ids of whole sequences: ``0 .. positions - 1``, ``[s]`` int64."""
     return torch.arange(positions, device=device)
 
 
@@ -266,7 +266,7 @@ class Transformer(nn.Module):
 
     @property
     def plan(self) -> dict[str, str]:
-        """How ranks may share the matrices: patterns of module names to tensor-parallel styles.
+        """Tensor-parallel plan: patterns of module names to styles.
 
         The residual stream is sharded over positions between a block's matrices. A model with more
         in it takes another, for example ``plan={**model.plan, "layers.*.extra": "sequence"}``.
@@ -291,7 +291,7 @@ class Transformer(nn.Module):
 
     @property
     def roles(self) -> dict[str, str]:
-        """What parameters are for: patterns of their names to roles, the first that fits counts.
+        """Roles of parameters by patterns of names; the first match counts.
 
         An optimizer of matrices takes those of the role "matrix". A model with more in it takes
         another table, for example ``roles={**model.roles, "layers.*.extra.weight": "matrix"}``.
@@ -307,7 +307,7 @@ class Transformer(nn.Module):
         return roles
 
     def initial_std(self, name: str) -> float | None:
-        """Standard deviation of a parameter's initial values; None for a norm, filled with ones.
+        """Return the standard deviation of a parameter's initial values; None for norms (ones).
 
         Projections back into the residual stream are narrower by ``sqrt(2 * layers)``, so that
         the stream's variance does not grow with depth. A bias begins at zero.
@@ -331,7 +331,7 @@ class Transformer(nn.Module):
         targets: Tensor | None,
         replay: Mapping[str, Tensor] | None,
     ) -> Routing | None:
-        """Gather what routers go by in one call; None in a dense model."""
+        """Collect the routers' inputs of one call; None in a dense model."""
         moe = self.spec.moe
         if moe is None:
             if replay is not None:
@@ -360,7 +360,7 @@ class Transformer(nn.Module):
 
 
 def make_batch_invariant(model: Any) -> None:
-    """Switch a model to products of fixed shapes, in place; see ``Transformer``.
+    """Make a model batch-invariant by products of fixed shapes, in place; see ``Transformer``.
 
     Raises:
         ValueError: If it has experts, packed weights or dropout, or is no ``Transformer`` that
@@ -378,7 +378,7 @@ def make_batch_invariant(model: Any) -> None:
 
 
 def attentions(model: nn.Module) -> dict[str, Attention]:
-    """Find the attentions of a model that mixes positions nowhere else, by name.
+    """Return the attentions of a model, by name, if it mixes positions nowhere else.
 
     Returns:
         Empty unless the model is a ``Transformer`` of its own blocks: what another one computes

@@ -1,4 +1,4 @@
-"""A vocabulary with rows of padding: they take part in no softmax."""
+"""Padded vocabularies: padding rows take part in no softmax."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Head = Callable[..., Any]
 
 
 def on_tokens(head: Head, tokens: int) -> Head:
-    """Let a head see only the rows of tokens.
+    """Restrict a head to the rows of tokens.
 
     Where ranks share the vocabulary, their parts can only be of one size. A head that takes an
-    argument ``vocab_size`` gets its rank's part then, and is told where padding begins; for any
+    argument ``vocab_size`` gets its rank's part then, and where padding begins; for any
     other the rows are gathered.
 
     Args:
@@ -35,7 +35,7 @@ def on_tokens(head: Head, tokens: int) -> Head:
 
 
 def logits_of(hidden: Tensor, weight: Tensor, vocab_size: int | None = None) -> Tensor:
-    """Logits of the first ``vocab_size`` rows of ``[v d]``, of all if None: a head."""
+    """Compute logits of the first ``vocab_size`` rows of ``[v d]``, by default all; a head."""
     logits = F.linear(hidden, weight)
     return logits if vocab_size is None else _first(logits, -1, vocab_size)
 
@@ -45,11 +45,11 @@ def _is_shared(weight: Tensor) -> bool:
 
 
 def _first(values: Tensor, dim: int, count: int) -> Tensor:
-    if isinstance(values, DTensor):  # gathered here: backward then shards the gradient as before
+    if isinstance(values, DTensor):  # gathered here, so that backward shards the gradient
         values = values.redistribute(placements=[Replicate()] * values.device_mesh.ndim)
     return values.narrow(dim, 0, count)
 
 
 def tokens_of(sizes: Any) -> int | None:
-    """Number of token ids of a spec or a configuration; None if it does not say it."""
+    """Return the number of token ids of a spec or configuration; None if unknown."""
     return getattr(sizes, "tokens", None) or getattr(sizes, "vocab_size", None)
