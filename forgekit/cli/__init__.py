@@ -1,4 +1,4 @@
-"""The command line, one file for what belongs together: see ``program.py``."""
+"""The command line; see ``program.py``."""
 
 from forgekit.cli.program import main
 from forgekit.cli.recipes import recipes_folder

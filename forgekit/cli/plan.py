@@ -1,4 +1,4 @@
-"""``forgekit plan``: a recipe's memory, collectives and time on machines that are not here."""
+"""``forgekit plan``: a recipe's memory, collectives and time, without its machines."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from forgekit.plan.plan import Plan
 
 ROWS = 8
-"""Rows of the token file that stands in for one that is not there."""
+"""Rows of the substitute for a missing token file."""
 
 
 def add_plan(commands: Any) -> None:
@@ -51,7 +51,7 @@ def add_plan(commands: Any) -> None:
 
 
 def _options() -> argparse.ArgumentParser:
-    """The command's options, which may stand among the recipe's settings."""
+    """Parse the command's options, which may be mixed with the recipe's settings."""
     options = argparse.ArgumentParser("forgekit plan", add_help=False, allow_abbrev=False)
     option = options.add_argument
     option("--world", metavar="N", type=int, default=1, help="number of devices (1)")
@@ -124,7 +124,7 @@ def _planned(options: argparse.Namespace, recipe: ModuleType, folder: Path, conf
 
 
 def _sweep(options: argparse.Namespace, config: Any, run: Any) -> int:
-    """Plan the layouts of a world and show them; 1 if none is valid, 130 if it was interrupted."""
+    """Plan and show the layouts of a world; return 1 if none is valid, 130 if interrupted."""
     from forgekit.plan.sweep import INTERRUPTED, layouts, lighter_settings, show_sweep, sweep
 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -154,7 +154,7 @@ def _console() -> Console:
 
 
 def _without_machines(config: Any, folder: Path) -> Any:
-    """Change what a configuration says of devices and files, where it has such keys."""
+    """Override a configuration's device and file keys, if it has them."""
     changes = plain_settings(config, folder / "run")
     data = getattr(config, "data", None)
     path = getattr(data, "path", None)
@@ -166,13 +166,13 @@ def _without_machines(config: Any, folder: Path) -> Any:
 
 
 def _tokens(vocabulary: int, positions: int, path: Path) -> Path:
-    """Write a small token file; what is in it changes neither memory nor time."""
+    """Write a small token file; its content affects neither memory nor time."""
     import numpy as np
 
     from forgekit.data.token_files import write_tokens
 
     if not path.exists():
-        count = ROWS * positions  # and one that ends the document
+        count = ROWS * positions  # and an end-of-document id
         ids = np.arange(count) % max(vocabulary - 1, 1) + 1
         write_tokens(path, [ids % vocabulary], vocab_size=vocabulary, eos_id=0)
     return path

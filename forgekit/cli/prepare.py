@@ -108,7 +108,7 @@ def _documents(options: argparse.Namespace) -> Documents:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A function of (stage, done, total bytes): bars on a terminal, a line per stage elsewhere."""
+    """Build a callback (stage, done, total bytes): bars on a terminal, else a line per stage."""
     from rich.console import Console
     from rich.progress import Progress
 

@@ -1,4 +1,4 @@
-"""``forgekit``: recipes, copies of them, data for them, and what they make.
+"""The ``forgekit`` command: recipes, their data, and their runs.
 
 A recipe is one script and the settings beside it, meant to be copied and edited. Each command is
 one function, beside its arguments; a mistake of the caller is one sentence on stderr and exit code
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None, *, recipes: Path | None = None) -> i
         The exit code: 0, or what a recipe exits with, or 2 for a mistake in the arguments.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # All that follows `run NAME` is the recipe's, --help included, so argparse never sees it.
+    # All arguments after `run NAME` are the recipe's, --help included; argparse does not see them.
     count = 2 if arguments[:1] == ["run"] else len(arguments)
     with steady_streams() as (out, _):
         parser = _parser()
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None, *, recipes: Path | None = None) -> i
             tell(f"forgekit: {error}")
             return 2
         out.flush()
-        # What a recipe prints is beside the point; what `ls` prints is all there is.
+        # A recipe's prints may be lost; the output of `ls` is its result.
         if options.command is run or out.lost is None or isinstance(out.lost, BrokenPipeError):
             return code
         tell(f"forgekit: stdout cannot be written: {out.lost.strerror}.")

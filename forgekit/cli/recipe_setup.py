@@ -1,4 +1,4 @@
-"""Sets a recipe up as it is run, with other settings: what plan, verify and replay share."""
+"""Set-up of recipes with other settings, for plan, verify and replay."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from forgekit.cli.recipes import recipe_file
 from forgekit.cli.usage import UsageError, script_file
 
 MODULE = "forgekit_recipe"
-"""Name of the recipe among the modules while it is set up; annotations are resolved by it."""
+"""Module name of the recipe during set-up; annotations are resolved by it."""
 
 
 def script_of(given: Path, recipes: Path) -> Path:
-    """The file of a recipe that was given as a file, or by a name of ``forgekit ls``."""
+    """Return the file of a recipe, given as a file or by name."""
     script = given if given.suffix == ".py" else recipe_file(recipes, str(given))
     return script_file(script, "name a recipe's file, or one of `forgekit ls`.")
 
 
 @contextmanager
 def opened(script: Path) -> Iterator[ModuleType]:
-    """Import a recipe; modules beside it are found within the block only."""
+    """Import a recipe; its sibling modules can be imported within the block."""
     path = sys.path.copy()
     try:
         yield import_recipe(script)
@@ -36,7 +36,7 @@ def opened(script: Path) -> Iterator[ModuleType]:
 
 
 def import_recipe(script: Path) -> ModuleType:
-    """Import a recipe without its main part, for as long as this process lives.
+    """Import a recipe without running its main part, for the life of this process.
 
     Raises:
         UsageError: If it exits, or has no ``Config`` and ``setup``.
@@ -47,7 +47,7 @@ def import_recipe(script: Path) -> ModuleType:
     sys.path.insert(0, str(script.resolve().parent))
     try:
         exec(compile(script.read_bytes(), str(script), "exec"), vars(recipe))
-    except SystemExit as stop:  # whatever its code: nothing was computed
+    except SystemExit as stop:  # whatever its code is, nothing was computed
         raise UsageError(f"{script} called sys.exit({stop.code!r}) when it was imported.") from stop
     if missing := [name for name in ("Config", "setup") if not hasattr(recipe, name)]:
         raise UsageError(
@@ -58,7 +58,7 @@ def import_recipe(script: Path) -> ModuleType:
 
 
 def configured(recipe: ModuleType, settings: Sequence[str], command: str) -> Any:
-    """The recipe's configuration, which has a mesh.
+    """Build the recipe's configuration, which must have a mesh.
 
     Raises:
         SystemExit: As ``load_config``.
@@ -74,15 +74,15 @@ def configured(recipe: ModuleType, settings: Sequence[str], command: str) -> Any
 
 
 def plain_settings(config: Any, out: str | Path) -> dict[str, Any]:
-    """Settings with which a recipe needs no machine, and no compiler, of the keys that it has."""
+    """Return settings of existing keys with which a recipe needs no device and no compiler."""
     wanted = {"out": out, "device": "cpu", "compile": False}
-    if getattr(config, "activation_checkpoint", None) == "budget":  # which the compiler keeps
+    if getattr(config, "activation_checkpoint", None) == "budget":  # needs the compiler
         wanted["activation_checkpoint"] = "none"
     return {name: value for name, value in wanted.items() if hasattr(config, name)}
 
 
 def build(recipe: ModuleType, config: Any) -> Any:
-    """Run a recipe's ``setup``; its record has what a step takes.
+    """Run a recipe's ``setup``; return its record.
 
     Signals go on ending the command: a setup would have them stop a run, and there is none.
 
@@ -101,7 +101,7 @@ def build(recipe: ModuleType, config: Any) -> Any:
 
 
 def micro_batches(built: Any, config: Any) -> int:
-    """Count the micro-batches of a step, by the record, the loader or the configuration."""
+    """Count the micro-batches of a step, from the record, the loader or the configuration."""
     if (count := getattr(built, "micro_batches", None)) is not None:
         return count
     of_loader = getattr(built.loader, "micro_batches", None)

@@ -1,4 +1,4 @@
-"""``forgekit ls | cp | diff | run``: which recipes there are, a copy to edit, a run as it is.
+"""``forgekit ls | cp | diff | run``: list recipes, copy, compare and run them.
 
 A copy begins with a stamp that names its recipe, the version that copied it and a digest, so that
 ``diff`` can tell the user's changes from those of later versions.
@@ -31,28 +31,28 @@ STAMP = re.compile(
 
 
 def recipes_folder() -> Path:
-    """Where the recipes are: inside the installed package, or beside it in a checkout."""
+    """Return the folder of recipes: in the installed package, or beside it in a checkout."""
     package = Path(__file__).parents[1]
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "recipes"
 
 
 def recipe_files(folder: Path) -> dict[str, Path]:
-    """The recipes by name."""
+    """Return the recipes by name."""
     return {path.stem: path for path in sorted(folder.glob("*.py"))}
 
 
 def settings_files(folder: Path) -> dict[str, Path]:
-    """Settings of a recipe for one kind of machine, batch scripts by their folder, launchers."""
+    """Return settings for kinds of machines, batch scripts by folder, and launchers, by name."""
     settings = {path.stem: path for path in folder.glob("*.toml")}
-    apart = {name: path for name, path in settings.items() if not path.with_suffix(".py").exists()}
+    alone = {name: path for name, path in settings.items() if not path.with_suffix(".py").exists()}
     scripts = {path.parent.name: path for path in folder.glob("*/*.sh")}
     launchers = (path for path in folder.glob("launchers/*") if path.is_file())
-    return apart | scripts | {path.stem: path for path in launchers}
+    return alone | scripts | {path.stem: path for path in launchers}
 
 
 def recipe_file(folder: Path, name: str) -> Path:
-    """The file of a recipe.
+    """Return the file of a recipe.
 
     Raises:
         UsageError: If there is none of that name; the nearest is named.
@@ -66,7 +66,7 @@ def recipe_file(folder: Path, name: str) -> Path:
 
 
 def recipe_or_settings(folder: Path, name: str) -> Path:
-    """The file of a recipe, of settings for a machine, or of a batch script."""
+    """Return the file of a recipe, of a machine's settings, or of a batch script."""
     return settings_files(folder).get(name.removesuffix(".toml")) or recipe_file(folder, name)
 
 
@@ -98,7 +98,7 @@ def _ls(options: argparse.Namespace) -> int:
 
 
 def _summary(path: Path) -> str:
-    """First line of a module's docstring, or of the comment that settings begin with."""
+    """Return the first line of a module's docstring, or of the first comment of settings."""
     if path.suffix != ".py":
         lines = path.read_text().splitlines()
         return lines[lines[0].startswith("#!")].lstrip("# ")
@@ -129,7 +129,7 @@ def _cp(options: argparse.Namespace) -> int:
 
 
 def _target(recipe: Path, target: str | None) -> Path:
-    """The file to write."""
+    """Return the file to write."""
     path = Path(target or recipe.name)
     if target and (path.is_dir() or target.endswith(os.sep)):
         return path / recipe.name
@@ -139,19 +139,19 @@ def _target(recipe: Path, target: str | None) -> Path:
 
 
 def _stamped(text: str, file: str) -> str:
-    """Add the stamp before a docstring, which stays one, and after ``#!``."""
+    """Insert the stamp after ``#!`` and before the docstring, which remains one."""
     first, rest = _first_line(text)
     stamp = f"# Copied from forgekit {VERSION} recipes/{file} (sha256 {digest_of(text)}).\n"
     return f"{first}{stamp}# To compare: forgekit diff COPY\n{rest}"
 
 
 def digest_of(text: str) -> str:
-    """The digest of a recipe, as in its stamp."""
+    """Return the digest of a recipe, as in its stamp."""
     return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _first_line(text: str) -> tuple[str, str]:
-    """A line that begins with ``#!``, which counts only as the first one, and the rest."""
+    """Split off a ``#!`` line, which must stay the first one."""
     end = text.find("\n") + 1 if text.startswith("#!") else 0
     return text[:end], text[end:]
 
@@ -196,13 +196,13 @@ def _show(title: str, old_name: str, old: str, new_name: str, new: str) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run a recipe in this process, as if it had been started by itself."""
+    """Run a recipe in this process, as if it were the main script."""
     recipe = str(recipe_file(options.recipes, options.name))
     before = sys.argv
     sys.argv = [recipe, *options.arguments]
     try:
         runpy.run_path(recipe, run_name="__main__")
-    except SystemExit as stop:  # as the interpreter does: text goes to stderr and counts as 1
+    except SystemExit as stop:  # as the interpreter does: text goes to stderr, with exit code 1
         if stop.code is None or isinstance(stop.code, int):
             return stop.code or 0
         tell(stop.code)

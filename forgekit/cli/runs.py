@@ -1,4 +1,4 @@
-"""``forgekit replay | export | report | doctor``: what is done with a run's directory."""
+"""``forgekit replay | export | report | doctor``: commands on a run directory."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _replay(options: argparse.Namespace) -> int:
         )
     logged = [row["step"] for row in _rows(options.run / "metrics.jsonl")]
     last = max([*logged, *bad_steps], default=0)
-    if not 1 <= step <= last:  # replaying a later one would be training
+    if not 1 <= step <= last:  # replaying a later step would be training
         raise UsageError(f"--step {step}: {options.run} has logged steps from 1 to {last}.")
     replayed = finite(attrs.asdict(_compute_again(options, step, bad_steps.get(step, {}))))
     path = options.run / f"replay_step_{step}.json"
@@ -140,7 +140,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file of a run; there may be none."""
+    """Read the rows of a run's file, which may not exist."""
     from forgekit.run import read_metrics
 
     try:
@@ -153,12 +153,12 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) -> Replay:
-    """Go from the last checkpoint to the step before, and look at the step."""
+    """Train from the last checkpoint to the step before, and replay the step."""
     from forgekit.data.groups import groups
     from forgekit.evaluation.replay import replay_step
     from forgekit.mesh import shutdown
 
-    if options.script is None:  # a run directory may come from anywhere: it chooses no code
+    if options.script is None:  # a run directory may come from anywhere, so it must not choose code
         noted = f" (the run noted {bad['script']})" if bad.get("script") else ""
         raise UsageError(f"replay runs a recipe's code: name it with --script FILE{noted}.")
     script = script_file(options.script, "--script FILE names the recipe.")
@@ -178,7 +178,7 @@ def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) 
         skips = bad.get("skips", state.skips)
         if hasattr(loader, "seek"):
             loader.seek(state.samples, skip=skips)
-        elif [*map(tuple, skips)] != [*map(tuple, state.skips)]:  # a generator has begun
+        elif [*map(tuple, skips)] != [*map(tuple, state.skips)]:  # the generator has started
             raise UsageError(
                 f"the run left out the samples {skips} before this step, and the loader of "
                 f"{script} cannot: give it seek(start, skip), as fk.train_loader has."
@@ -190,7 +190,7 @@ def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) 
 
 
 def _link_checkpoints(run: Path, *, before: int, out: Path) -> None:
-    """Let a run directory seem to have no checkpoint of a step, or of later ones."""
+    """Link a run's checkpoints before a step into another directory."""
     from forgekit.checkpoints.directory import committed, storage_of
 
     (out / "checkpoints").mkdir()
@@ -202,7 +202,7 @@ def _link_checkpoints(run: Path, *, before: int, out: Path) -> None:
 
 
 def _config_of(run: Path, recipe: ModuleType) -> Any:
-    """The run's configuration, for one process."""
+    """Build the run's configuration for one process."""
     from forgekit.config import structure
 
     path = run / "config.json"

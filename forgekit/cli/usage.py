@@ -1,4 +1,4 @@
-"""Mistakes in the arguments of a command, and exit codes."""
+"""Usage errors of commands, and exit codes."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from forgekit.remote.urls import Location, is_url, path_or_url
 
 
 class UsageError(Exception):
-    """A mistake in the arguments; its text is all that the user needs to see."""
+    """A mistake in the arguments, shown without a traceback."""
 
 
 def file_path(text: str) -> Path:
-    """Read a path that is not empty: as a path that would be the current folder."""
+    """Convert to a path; an empty one is refused, as it would be the current folder."""
     if is_url(text):
         raise argparse.ArgumentTypeError(f"{text} is a URL; copy what is there, and name the copy")
     return path_of("path", text)
 
 
 def location(text: str) -> Location:
-    """Read a path that is not empty, or a URL."""
+    """Convert to a path, which may not be empty, or a URL."""
     return path_or_url(text) if is_url(text) else file_path(text)
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    """Declare a recipe's own settings, all that follows its name; there may be none."""
+    """Declare a recipe's own settings: all arguments after its name."""
     option = parser.add_argument("settings", metavar="KEY=VALUE", nargs=argparse.REMAINDER)
     option.help = "settings of the recipe, which its --help lists"
     option.required = False
 
 
 def script_file(script: Path, remedy: str) -> Path:
-    """Check that a script can be read; a device or a pipe in its place may not end.
+    """Check that a script is a regular file; reading a device or pipe may never end.
 
     Raises:
         UsageError: If there is no such file.

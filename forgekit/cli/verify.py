@@ -79,7 +79,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _sizes(config: Any, settings: Sequence[str]) -> dict[str, int]:
-    """Small sizes of batches that a layout can share, where those of the recipe are not given."""
+    """Return small batch sizes that fit a layout, for keys that are not given."""
     names = {"global_batch_size", "batch_size"}
     given = {word.lstrip("-").partition("=")[0] for word in settings}
     if not all(hasattr(config, name) for name in names) or given & names:
@@ -90,7 +90,7 @@ def _sizes(config: Any, settings: Sequence[str]) -> dict[str, int]:
 
 
 def _set_up(script: str, tree: dict[str, Any], mesh: MeshSpec) -> Any:
-    """Run a recipe's setup with another mesh; what each rank of a layout calls."""
+    """Run a recipe's setup with another mesh, on each rank of a layout."""
     from forgekit.config import structure
 
     recipe = import_recipe(Path(script))

@@ -1,1 +1,1 @@
-"""A step without its machines: memory, collectives and time of a layout, found on one CPU."""
+"""Planning: memory, collectives and time of a step in a layout, estimated on one CPU."""

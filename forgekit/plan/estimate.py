@@ -1,4 +1,4 @@
-"""From what a step does to how long it takes: a roofline, with stated efficiencies.
+"""Time of a step: a roofline model with stated efficiencies.
 
 Matrix products run at a share of the device's peak, other kernels at a share of its memory
 bandwidth, collectives at a share of the slowest link between their ranks. Sharded data parallelism
@@ -19,15 +19,15 @@ from forgekit.metrics.device_specs import Machine
 from forgekit.plan.watch import Call, Work
 
 PRODUCTS = 0.7
-"""Share of its peak that a device reaches in large matrix products and attention."""
+"""Fraction of peak FLOP/s in large matmuls and attention."""
 TRAFFIC = 0.8
-"""Share of the memory bandwidth that other kernels reach."""
+"""Fraction of memory bandwidth in other kernels."""
 LINKS = 0.75
-"""Share of a link's bandwidth that a collective reaches."""
+"""Fraction of link bandwidth in collectives."""
 HOST_S = 5e-6
-"""What the host needs to launch a kernel; it works ahead of the device."""
+"""Host time to launch a kernel; the host runs ahead of the device."""
 HIDDEN = 0.8
-"""Share of the computation behind which sharded data parallelism and rings can communicate."""
+"""Fraction of computation that overlaps communication of sharded data parallelism and rings."""
 USABLE = 0.92
 """Share of a device's memory that tensors can have: contexts, buffers of communication and gaps
 between allocations take the rest."""
@@ -51,12 +51,12 @@ class Seconds:
 
     @property
     def busy(self) -> float:
-        """All of it, but for the wait for other stages of a pipeline."""
+        """The time without waiting for other pipeline stages."""
         return self.compute + self.waiting + self.exposed
 
 
 def peak_of(machine: Machine, dtype: torch.dtype) -> float:
-    """Peak of dense products in a dtype, float32 as TF32, float64 as float32."""
+    """Return the peak of dense matmuls in a dtype, float32 as TF32, float64 as float32."""
     return machine.peaks[_PEAKS.get(dtype, "fp32")]
 
 
@@ -70,7 +70,7 @@ def estimate(machine: Machine, node_size: int, work: Work, hidden: frozenset[Cal
         hidden: Those of its calls that run while it computes.
 
     Returns:
-        The time, pipeline bubbles apart.
+        The time, without pipeline bubbles.
     """
     products = work.flops + work.repeated
     device = sum(count / (PRODUCTS * peak_of(machine, d)) for d, count in products.items())
@@ -83,11 +83,11 @@ def estimate(machine: Machine, node_size: int, work: Work, hidden: frozenset[Cal
 
 
 def seconds_of(machine: Machine, node_size: int, call: Call) -> float:
-    """Time of one collective, alone on its links."""
+    """Estimate one collective, alone on its links."""
     if len(call.ranks) < 2:
         return 0.0
     _, nodes = np.unique(np.array(call.ranks) // node_size, return_counts=True)
-    # Each device of a node has a network adapter, and a group uses those of all its members.
+    # Each device has a network adapter, and a group uses those of all members.
     network = machine.network_bandwidth * int(nodes.min())
     bandwidth = machine.link_bandwidth
     bandwidth = bandwidth if len(nodes) == 1 else min(bandwidth, network)
@@ -95,9 +95,9 @@ def seconds_of(machine: Machine, node_size: int, call: Call) -> float:
 
 
 def _latency(machine: Machine, call: Call, nodes: int) -> float:
-    """Of the steps of a ring, or of a tree over the nodes where a sum goes up and down it."""
+    """Sum the latency of a ring's steps; all-reduces over nodes go up and down a tree."""
     inside, between = len(call.ranks) - nodes, nodes - 1
-    if call.op in ("send", "recv", "all_to_all"):  # all pairs at once
+    if call.op in ("send", "recv", "all_to_all"):  # all pairs concurrently
         inside, between = int(nodes == 1), int(nodes > 1)
     elif call.op == "all_reduce":
         inside, between = 2 * inside / nodes, 2 * math.log2(nodes)
@@ -106,7 +106,7 @@ def _latency(machine: Machine, call: Call, nodes: int) -> float:
 
 
 def _sent(call: Call) -> float:
-    """Bytes that a rank sends in a ring."""
+    """Return the bytes that a rank sends in a ring."""
     rounds = {"all_reduce": 2.0, "recv": 0.0}.get(call.op, 1.0)
     share = 1.0 if call.op in ("send", "broadcast") else (len(call.ranks) - 1) / len(call.ranks)
     return rounds * share * call.size

@@ -1,4 +1,4 @@
-"""A step of a recipe in a layout, without its machines: memory, collectives and time.
+"""Plan of a recipe's step in a layout: memory, collectives and time, without its machines.
 
 The recipe's own ``setup`` runs in this process as one rank of a world that is not there, on tensors
 without values, and then a step. Ranks that differ in their pipeline position alone are planned one
@@ -43,7 +43,7 @@ from forgekit.steps.totals import reduce_totals
 from forgekit.steps.update import update
 
 HIDDEN = ("dp_replicate", "dp_shard", "cp", "fsdp_ep")
-"""Dimensions along which parameters are gathered and gradients reduced while a step computes."""
+"""Dimensions whose gathers and gradient reductions overlap with computation."""
 GIB = 2**30
 
 
@@ -74,7 +74,7 @@ class Job:
 
 @attrs.frozen(kw_only=True)
 class PlannedRank:
-    """What one rank's step does.
+    """A rank's step.
 
     Attributes:
         rank: Its number.
@@ -85,7 +85,7 @@ class PlannedRank:
         layout: Sizes of all dimensions.
         parameters: Of its part of the model.
         active: Those of them that a token meets.
-        targets: Positions with a label in the micro-batches of all ranks, if others have as many.
+        targets: Positions with a label over all ranks, if all have the same number.
         micro_batches: Of a step.
     """
 
@@ -102,7 +102,7 @@ class PlannedRank:
 
     @property
     def hidden(self) -> frozenset[Call]:
-        """Calls that run beside computation, sequences' exchanges apart."""
+        """Collectives that overlap computation, which sequence exchanges do not."""
         return frozenset(
             call
             for call, name in self.dimensions.items()
@@ -131,7 +131,7 @@ class Plan:
         memory_limit: Bytes that tensors may have on a device.
         changed: Settings that a sweep changed beside the layout.
         ranks: For each pipeline position its first ``rank``, ``pp``, and the bytes of ``memory`` by
-            category; other ranks have as many or less.
+            category; no rank has more.
         collectives: For each ``op`` along a mesh ``dimension`` (several joined by ``+``) the
             ``count`` and ``bytes`` of the whole tensors, of the rank with the most.
     """
@@ -161,27 +161,27 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """Bytes of the rank that needs most."""
+        """Peak bytes of the rank that needs most."""
         return max(rank["memory"]["peak"] for rank in self.ranks)
 
     @property
     def device_hours(self) -> float:
-        """Hours of all devices together for a billion targets: what a layout costs."""
+        """Device hours for a billion targets."""
         return 1e9 / self.tokens_per_second_per_device / 3600
 
     def as_json(self) -> dict[str, Any]:
-        """A tree of plain values."""
+        """Return a tree of plain values."""
         hours = {"device_hours_per_billion_tokens": self.device_hours}
         return {**attrs.asdict(self), **hours, "fits": self.fits}
 
     def __str__(self) -> str:
-        """Sizes above 1, and what was changed beside them."""
+        """Sizes above 1 and other changed settings."""
         changed = (f"{name}={value}" for name, value in self.changed.items())
         return ", ".join([named(self.layout), *changed])
 
 
 def named(layout: Mapping[str, int]) -> str:
-    """Write a layout by its sizes above 1."""
+    """Format a layout by its sizes above 1."""
     sizes = (f"{name}={size}" for name, size in layout.items() if size > 1)
     return " ".join(sizes) or "one device"
 
@@ -203,7 +203,7 @@ def plan_step(job: Job) -> Plan:
 
 
 def summed(job: Job, ranks: list[PlannedRank]) -> Plan:
-    """Add up what one rank of each pipeline position does."""
+    """Combine the ranks of all pipeline positions."""
     machine, first = MACHINES[job.device], ranks[0]
     seconds = [estimate(machine, job.node_size, rank.work, rank.hidden) for rank in ranks]
     bubble = 0.0
@@ -235,7 +235,7 @@ def summed(job: Job, ranks: list[PlannedRank]) -> Plan:
 
 
 def plan_ranks(job: Job) -> list[PlannedRank]:
-    """Plan one rank for each position in the pipeline; in what order, they find out themselves.
+    """Plan one rank per pipeline position; broadcasts determine the order.
 
     Args:
         job: What to plan.
@@ -279,7 +279,7 @@ def _plan_rank(
 def measure_step(
     built: Any, watch: StepWatch, micro_batches: int, agreed_names: AgreedNames | None = None
 ) -> PlannedRank:
-    """Take two steps of a recipe and measure the second one, which all later ones are like.
+    """Take two steps of a recipe and measure the second, which is like all later ones.
 
     The first is taken in its parts, without what a run proves once. Of many micro-batches three are
     run, as those between the first and the last are like the second; in a pipeline all of them,
@@ -297,7 +297,7 @@ def measure_step(
     state = built.state
     watch.label("parameters", [*state.model.parameters(), *state.model.buffers()])
     for module in state.model.modules():
-        if isinstance(module, Router):  # what tokens would choose takes values
+        if isinstance(module, Router):  # choices by tokens need values
             module.spec = attrs.evolve(module.spec, force_balance=True, bias_rate=None)
     is_staged = state.layout.stages is not None
     run = micro_batches if is_staged else min(micro_batches, 3)
@@ -345,7 +345,7 @@ def _end_step(watch: StepWatch, state: TrainState) -> None:
 
 
 class _Marked:
-    """A group of micro-batches that notes what was counted when each is pulled, and its targets."""
+    """A group of micro-batches that records the work at each pull, and the targets."""
 
     def __init__(self, group: Any, watch: StepWatch) -> None:
         self._group, self._watch = group, watch
@@ -365,7 +365,7 @@ class _Marked:
 
 
 def _most_traffic(ranks: list[PlannedRank]) -> list[dict[str, Any]]:
-    """Collectives by kind and dimension, of the rank that has the most bytes of each."""
+    """Return the collectives of the rank with the most bytes, by kind and dimension."""
     most: dict[tuple[str, str], tuple[int, int]] = {}
     for rank in ranks:
         for key, sent in rank.traffic.items():
@@ -377,7 +377,7 @@ def _most_traffic(ranks: list[PlannedRank]) -> list[dict[str, Any]]:
 
 
 def show_plan(plan: Plan, console: Console) -> None:
-    """Print a plan, its numbers under their names in JSON."""
+    """Print a plan, with numbers named as in its JSON."""
     console.print(f"{plan}: {plan.world} x {plan.device}", markup=False)
     for name, value in plan.as_json().items():
         if isinstance(value, int | float) and name not in ("world", "memory_limit", "fits"):

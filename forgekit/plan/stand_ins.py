@@ -1,4 +1,4 @@
-"""Tensors without values in place of numbers, and one process in place of all ranks.
+"""Dry runs: fake tensors without values, and one process that acts as any rank.
 
 A plan must never use a number that no rank has computed. What would hold weights, activations or
 gradients is a stand-in, a fake tensor without values: reading one raises. Integers (token ids,
@@ -26,25 +26,25 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forgekit.plan.watch import NAMESPACES, group_of, is_inferring_shapes, tensors_in
 
 LARGEST_REAL = 2**24
-"""Elements from which integers have no values either."""
+"""Number of elements from which integers have no values either."""
 _SEND = dist.ProcessGroup.send
 Broadcasts = dict[tuple[tuple[int, ...], int, int], Tensor]
-"""What ranks have broadcast, by the group's ranks, the source, and the number of the call."""
+"""Broadcast values by the group's ranks, the source, and the number of the call."""
 
 EXCHANGES = frozenset(
     {"allgather_", "_allgather_base_", "alltoall_base_", "allreduce_", "broadcast_", "recv_"}
 )
-"""Collectives of integers whose result follows from what this rank sends, see ``_exchange``."""
+"""Collectives of integers whose result follows from this rank's input; see ``_exchange``."""
 LOCAL = frozenset({"send", "barrier", "wait_tensor", "all_gather_into_tensor"})
-"""Collectives that bring nothing else than what this rank has."""
+"""Collectives whose result equals this rank's input."""
 
 
 class PlanError(Exception):
-    """What a plan cannot find out, though the run may be right."""
+    """A step cannot be planned, though the run may be right."""
 
 
-class MissingBroadcastError(BaseException):  # no `except Exception` of what is planned holds it
-    """Another rank broadcasts here and was not planned yet: plan that one first.
+class MissingBroadcastError(BaseException):  # passes through `except Exception` of planned code
+    """A broadcast's source rank has not been planned yet: plan it first.
 
     Attributes:
         rank: The other rank.
@@ -56,7 +56,7 @@ class MissingBroadcastError(BaseException):  # no `except Exception` of what is 
 
 
 class StandIns(TorchDispatchMode):
-    """Makes stand-ins within the block, as rank ``rank``."""
+    """Makes fake tensors within the block, as rank ``rank``."""
 
     def __init__(self, rank: int, broadcasts: Broadcasts) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class StandIns(TorchDispatchMode):
         self._numbers: Counter[tuple[tuple[int, ...], int]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation on stand-ins, or on integers."""
+        """Run an operation on fake tensors or integers."""
         if DTensor in types:
             return NotImplemented
         kwargs = kwargs or {}
@@ -95,7 +95,7 @@ class StandIns(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _exchange(self, name: str, group: dist.ProcessGroup, args: Any) -> None:
-        """Receive from each rank what this one has for itself, and from a source what it sent."""
+        """Receive this rank's own input from all ranks, and a broadcast's recorded values."""
         received, size = args[0], group.size()
         if name == "allgather_":
             for outputs, mine in zip(received, args[1], strict=True):
@@ -109,7 +109,7 @@ class StandIns(TorchDispatchMode):
             self._broadcast(group, received, args[2])
         else:
             for tensor in received:
-                # Ones: torch's pipeline stages vote on whether shapes are given, and they are.
+                # Ones: torch's pipeline stages vote on whether shapes are known; they are.
                 tensor.mul_(size) if name == "allreduce_" else tensor.fill_(1)
 
     def _broadcast(self, group: dist.ProcessGroup, tensors: list[Tensor], source: int) -> None:
@@ -127,7 +127,7 @@ class StandIns(TorchDispatchMode):
 
 @contextmanager
 def pretending(rank: int, world: int, broadcasts: Broadcasts) -> Iterator[None]:
-    """Be one rank of a world within the block; no other is there.
+    """Act as one rank of a world within the block, without the others.
 
     Args:
         rank: Which rank.
@@ -145,13 +145,13 @@ def pretending(rank: int, world: int, broadcasts: Broadcasts) -> Iterator[None]:
         with (
             StandIns(rank, broadcasts),
             mock.patch.object(dist.ProcessGroup, "send", _send),
-            # What torch makes for each rank of a world, here for this one alone.
+            # Torch's structures of a world, for this rank alone.
             mock.patch.object(_fsdp_param, "_chunk_with_empty", _chunks),
             mock.patch.object(dist, "new_subgroups_by_enumeration", _subgroup),
             mock.patch.object(dist, "all_gather_object", _gather),
-            # A base's files are checked, and their values not read: nothing could hold them.
+            # A base's files are checked, but fake tensors cannot hold their values.
             mock.patch.object(load, "read_into", return_value=None),
-            # Pipeline stages hold different parameters, which those of one rank do not show.
+            # Pipeline stages hold different parameters, unknown to one rank.
             mock.patch.object(load, "check_held", return_value=None),
         ):
             yield
@@ -160,31 +160,31 @@ def pretending(rank: int, world: int, broadcasts: Broadcasts) -> Iterator[None]:
 
 
 def _send(group: dist.ProcessGroup, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
-    """Send; what is sent lives as long as the request for it, as it does with gloo."""
+    """Send; the tensor lives as long as the request, as with gloo."""
     work = _SEND(group, tensors, to, tag)
     weakref.finalize(work, list, tensors)
     return work
 
 
 def _chunks(tensor: Tensor, count: int, dim: int) -> Mapping[int, Tensor]:
-    """Split as FSDP does, for each rank; what is empty is made for those that are asked for."""
+    """Split as FSDP does; empty shards are made on request."""
     chunks = torch.chunk(tensor, count, dim)
     return defaultdict(lambda: chunks[0].new_empty(0), enumerate(chunks))
 
 
 def _subgroup(rows: list[list[int]], **options: Any) -> tuple[Any, list[Any]]:
-    """Make the one group that this rank is in."""
+    """Make the group of this rank only."""
     group = dist.new_group(next(row for row in rows if dist.get_rank() in row), **options)
     return group, [group]
 
 
 def _gather(objects: list[Any], mine: Any, group: Any = None) -> None:
-    """Gather what others have: the same. Of the world's ranks, who are alike, one is left."""
+    """Gather this rank's value for all; for the whole world, once."""
     objects[:] = [mine] * (1 if group is None else len(objects))
 
 
 def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
-    """Shape of a grouped product: torch knows those of bfloat16 alone."""
+    """Return the shape of a grouped product; torch knows those of bfloat16 only."""
     rows, columns = a.shape[-2], b.shape[-1]
     if a.ndim == b.ndim == 2 and offs is not None:
         return a.new_empty((len(offs), rows, columns))
@@ -193,7 +193,7 @@ def _grouped(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: Any, **__: An
 
 
 def _allocates(func: Any, tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation allocates a tensor off meta and reads no tensor that has values."""
+    """Whether an operation allocates a tensor off meta without reading a real tensor."""
     device = kwargs.get("device")
     is_here = device is not None and torch.device(device).type != "meta"
     return func.namespace == "aten" and is_here and all(x.is_meta for x in tensors)

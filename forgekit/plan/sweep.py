@@ -1,4 +1,4 @@
-"""Layouts of a world, planned one after the other and ranked by estimated time."""
+"""Sweep over the layouts of a world, ranked by estimated time."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from forgekit.mesh import MeshSpec
 from forgekit.plan.plan import GIB, Plan, named
 
 LONG = 16_384
-"""Positions of a row from which a sweep tries context parallelism."""
+"""Minimum sequence length for which a sweep tries context parallelism."""
 INTERRUPTED = "not planned: interrupted"
-"""The reason of the layouts that Ctrl-C or a signal left out."""
+"""Reason for layouts that Ctrl-C or a signal left out."""
 Changes = Mapping[str, Any]
-"""Settings beside the layout, by their key."""
+"""Settings besides the layout, by key."""
 
 
 @attrs.frozen
 class LeftOut:
-    """A layout of a sweep that does not run.
+    """An invalid layout of a sweep.
 
     Attributes:
         layout: Its sizes.
@@ -42,12 +42,12 @@ def sweep(
     plan: Callable[[MeshSpec, Changes], Plan],
     tell: Callable[[str], None],
 ) -> tuple[list[Plan], list[LeftOut]]:
-    """Plan layouts and rank them: those that fit first, by the time of a target.
+    """Plan layouts and rank them: those that fit first, by time per target.
 
     Args:
         specs: As from ``layouts``.
         changes: As from ``lighter_settings``; of each layout the first that fits counts.
-        plan: Plans one; what it raises makes a layout invalid. KeyboardInterrupt ends the sweep.
+        plan: Plans one layout; its errors make a layout invalid. KeyboardInterrupt ends the sweep.
         tell: Called with a line for each layout that is planned or invalid.
 
     Returns:
@@ -82,12 +82,12 @@ def _first_that_fits(
 
 
 def order_of(plan: Plan) -> tuple[bool, float]:
-    """Order of a sweep: what fits, by the time of a target; steps may differ in their targets."""
+    """Sort key: layouts that fit first, by time per target, as steps differ in targets."""
     return not plan.fits, -plan.tokens_per_second_per_device
 
 
 def lighter_settings(config: Any) -> list[Changes]:
-    """Settings of a recipe, and what needs less memory and more time, each on top of the others."""
+    """Yield a recipe's settings and ever lighter ones, with less memory and more time."""
     settings: list[Changes] = [{}]
     if getattr(config, "activation_checkpoint", "full") != "full":
         settings.append({"activation_checkpoint": "full"})
@@ -97,7 +97,7 @@ def lighter_settings(config: Any) -> list[Changes]:
 
 
 def layouts(config: Any, world: int, node_size: int) -> list[MeshSpec]:
-    """Find the layouts of a sweep, in powers of two: the fewest ranks per copy of a row first.
+    """List a sweep's layouts, in powers of two, the fewest ranks per row first.
 
     Tensor parallelism stays inside a node. Context parallelism is tried for sequences from
     ``LONG`` positions, and where it is configured; expert parallelism where there are experts.
@@ -136,7 +136,7 @@ def _model_ranks(spec: MeshSpec) -> int:
 
 
 def show_sweep(plans: Sequence[Plan], left_out: Sequence[LeftOut], console: Console) -> None:
-    """Print layouts, the best first, and the reasons of those that are left out."""
+    """Print layouts, the best first, and the reasons of invalid ones."""
     lines = Table("layout", "fits", title="device-hours of a billion targets", title_justify="left")
     for name in ("peak GiB", "step s", "tokens/s/device", "device-hours", "MFU"):
         lines.add_column(name, justify="right")

@@ -1,4 +1,4 @@
-"""What a step allocates, sends and computes, counted where torch dispatches its operations.
+"""Counts of a step's allocations, collectives and FLOPs, by torch's dispatch.
 
 Real tensors and stand-ins are counted alike, so that a plan can be held against a run. A tensor's
 category follows from when it was made and how long it lives:
@@ -40,10 +40,10 @@ CATEGORIES: tuple[Category, ...] = get_args(Category)
 FREE = frozenset(
     {"detach", "lift_fresh", "wait_tensor", "_local_scalar_dense", "_unsafe_view", "device"}
 )
-"""Operations that launch no kernel, beside views and allocations."""
+"""Operations without a kernel, besides views and allocations."""
 NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "broadcast", "recv", "send")
-"""Kinds of collectives; an operation is of the first whose name, without underscores, is in its."""
+"""Kinds of collectives; an operation has the first that its name contains, without underscores."""
 
 _ATTENTION = MappingProxyType(
     {
@@ -51,12 +51,12 @@ _ATTENTION = MappingProxyType(
         aten._scaled_dot_product_flash_attention_for_cpu_backward: (4, 1, 7),
     }
 )
-"""Products of queries and keys in it, where its queries stand, and its ``is_causal``.
+"""Of attention operators: number of matmuls, index of queries, and index of ``is_causal``.
 
 A backward has five: one is the forward's again and, like other recomputation, not a model's FLOPs.
 """
 _IN_PLACE = MappingProxyType({aten.addmm_: aten.addmm, aten.baddbmm_: aten.baddbmm})
-"""Products that torch's registry knows under another name."""
+"""Matmuls that torch's FLOP registry has under another name."""
 
 
 class Call(NamedTuple):
@@ -65,7 +65,7 @@ class Call(NamedTuple):
     Attributes:
         op: Its kind.
         ranks: The global ranks that take part.
-        size: Bytes of the whole tensor on this rank: of what is gathered, scattered or sent.
+        size: Bytes of the whole gathered, scattered or sent tensor on this rank.
     """
 
     op: str
@@ -75,7 +75,7 @@ class Call(NamedTuple):
 
 @attrs.define(eq=False)
 class Allocation:
-    """One storage.
+    """An allocated storage.
 
     Attributes:
         size: Bytes now.
@@ -90,7 +90,7 @@ class Allocation:
 
 @attrs.define
 class Work:
-    """What a step computes and sends.
+    """A step's computation and communication.
 
     Attributes:
         calls: Collectives, and how many of each.
@@ -116,7 +116,7 @@ class Work:
 
 
 class StepWatch(TorchDispatchMode):
-    """Counts what happens inside; ``with StepWatch() as watch``.
+    """Counts the operations of its block; ``with StepWatch() as watch``.
 
     Attributes:
         work: What was computed and sent since ``begin``.
@@ -131,7 +131,7 @@ class StepWatch(TorchDispatchMode):
         self.begin()
 
     def begin(self) -> None:
-        """Count from here on; what is alive keeps its category."""
+        """Start counting; live allocations keep their category."""
         self.work = Work()
         self._events = [(allocation, allocation.size) for allocation in self._alive.values()]
 
@@ -143,25 +143,25 @@ class StepWatch(TorchDispatchMode):
             self._note_size(storage)
             return storage
 
-        # FSDP lets gathered parameters go by their storage's size, which no operation shows.
+        # FSDP frees gathered parameters by resizing storages, which is no operation.
         self._patches.append(mock.patch.object(torch.UntypedStorage, "resize_", noted))
         self._patches[-1].start()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._patches.pop().stop()  # one of several: operators enter once more
+        self._patches.pop().stop()  # nested: operators enter again
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and note it."""
-        if DTensor in types:  # what it does with the tensors inside comes by as well
+        """Run and record an operation."""
+        if DTensor in types:  # operations on its local tensors are dispatched too
             return NotImplemented
         kwargs = kwargs or {}
         if is_inferring_shapes():
             return func(*args, **kwargs)
         self._follow()
         if func.namespace == "forgekit" and (opdef := OPDEFS.get(func._schema.name)) is not None:
-            with self:  # what it sends and allocates inside counts
+            with self:  # its inner collectives and allocations count
                 return opdef._init_fn(*args, **kwargs)
         for tensor in tensors_in(args):
             self._allocations.setdefault(tensor.untyped_storage(), Allocation(0, self._in_backward))
@@ -172,19 +172,19 @@ class StepWatch(TorchDispatchMode):
         return result
 
     def label(self, category: Category, tensors: Iterable[Tensor]) -> None:
-        """Say what tensors are, whatever their lives say."""
+        """Set the category of tensors, whatever their lifetime suggests."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if (allocation := self._allocations.get(local.untyped_storage())) is not None:
                 allocation.category = category
 
     def end_step(self) -> None:
-        """Note that what is alive now is alive between two steps."""
+        """Mark live allocations as alive between two steps."""
         self._follow()
         self._label_alive("optimizer", {False, True})
 
     def memory(self) -> dict[str, int]:
-        """Bytes since ``begin``: of each category its own highest, and the ``peak`` of all."""
+        """Return bytes since ``begin``: each category's maximum, and the ``peak`` of their sum."""
         now: Counter[str] = Counter()
         highest: Counter[str] = Counter()
         for allocation, change in self._events:
@@ -194,7 +194,7 @@ class StepWatch(TorchDispatchMode):
         return {name: highest[name] for name in (*CATEGORIES, "peak")}
 
     def _follow(self) -> None:
-        """Notice where a backward pass begins and ends, and label what is left of before."""
+        """Detect where backward passes begin and end, and label earlier allocations."""
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward != self._in_backward:
             self._label_alive("activations" if in_backward else "gradients", {self._in_backward})
@@ -212,7 +212,7 @@ class StepWatch(TorchDispatchMode):
         elif not (func.is_view or "empty" in name or name in FREE):
             self.work.kernels["count"] += 1
             if count := flops_of(func, args, kwargs, result):
-                # Only what is computed again builds a graph during a backward pass.
+                # Only recomputation builds a graph during a backward pass.
                 again = self._in_backward and torch.is_grad_enabled()
                 flops = self.work.repeated if again else self.work.flops
                 flops[tensors_in(args)[0].dtype] += count
@@ -240,12 +240,12 @@ class StepWatch(TorchDispatchMode):
 
 
 def is_inferring_shapes() -> bool:
-    """Whether torch runs operations on fake tensors of its own, of which nothing is kept."""
+    """Whether torch runs operations on its own fake tensors, which are discarded."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def collective_of(func: Any, args: Any, result: Any) -> Call | None:
-    """What an operation sends; None if it is no collective."""
+    """Return an operation's collective, or None."""
     if func.namespace not in NAMESPACES:
         return None
     name = func.name().partition("::")[2].replace("_", "")
@@ -257,7 +257,7 @@ def collective_of(func: Any, args: Any, result: Any) -> Call | None:
 
 
 def group_of(func: Any, args: Any) -> dist.ProcessGroup:
-    """The group that a collective was given, as an object or by name."""
+    """Return the group of a collective, given as an object or by name."""
     for value, argument in zip(args, func._schema.arguments, strict=False):
         if "ProcessGroup" in str(argument.type):
             return dist.ProcessGroup.unbox(value)
@@ -267,28 +267,28 @@ def group_of(func: Any, args: Any) -> dist.ProcessGroup:
 
 
 def dimension_of(call: Call, mesh: DeviceMesh) -> str:
-    """The mesh dimension along which a collective's ranks differ, several joined by ``+``."""
+    """Return the mesh dimensions along which a collective's ranks differ, joined by ``+``."""
     names = mesh.mesh_dim_names or ()
     groups = {name: mesh.get_group(name) for name in names}
     if (view := expert_view(mesh)) is not None:
         groups |= {name: view.get_group(name) for name in ("fsdp_ep", "ep")}
-    # Tokens travel along ep, where its ranks are all of another dimension too.
+    # Tokens travel along ep, even if its ranks are also all of another dimension.
     first = ("cp", "ep") if call.op == "all_to_all" else ()
     for name in (*first, *groups):
         if name in groups and tuple(dist.get_process_group_ranks(groups[name])) == call.ranks:
             return name
-    positions = np.isin(mesh.mesh.numpy(), call.ranks).nonzero()  # off torch, which is watched
+    positions = np.isin(mesh.mesh.numpy(), call.ranks).nonzero()  # without torch, which is watched
     named = zip(names, positions, strict=True)
     return "+".join(name for name, position in named if np.ptp(position)) or "none"
 
 
 def size_of(tensor: Tensor) -> int:
-    """Bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return tensor.numel() * tensor.element_size()
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in what an operation takes or returns: lists are the only containers."""
+    """List the tensors in an operation's arguments or outputs; lists are the only containers."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, list | tuple):
@@ -297,7 +297,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
-    """FLOPs of an operation; 0 if it is neither a matrix product nor attention.
+    """Return the FLOPs of an operation; 0 unless it is a matmul or attention.
 
     Attention that is causal counts half. Torch's own registry lacks the attention of the CPU and
     grouped products.
@@ -311,7 +311,7 @@ def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
         return full // 2 if is_causal else full
     if packet is aten._grouped_mm:
         a, b = args[:2]
-        if a.ndim == b.ndim == 2:  # a gradient of the matrices: each column's group is its own
+        if a.ndim == b.ndim == 2:  # a weight gradient: groups divide the columns
             return 2 * a.shape[0] * a.shape[1] * b.shape[1]
         return 2 * math.prod(a.shape) * b.shape[-1]
     formula = flop_registry.get(_IN_PLACE.get(packet, packet))

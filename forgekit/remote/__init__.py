@@ -1,1 +1,1 @@
-"""What is behind URLs: objects that are read and written with patience, and blocks kept here."""
+"""Data behind URLs: objects read and written with retries, and a local cache of blocks."""

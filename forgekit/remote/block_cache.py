@@ -1,4 +1,4 @@
-"""Blocks of arrays behind a URL: fetched by range, verified, and kept on the local disk.
+"""Blocks of arrays behind a URL: fetched by range, verified, and cached on the local disk.
 
 A row is a few kilobytes at a random position, and a request takes as long as half a megabyte. So
 whole blocks are fetched, those of a micro-batch at once, and kept until the folder is full; then
@@ -27,13 +27,13 @@ from forgekit.remote.urls import Url, local_folder, retried
 BLOCK_BYTES = 2**19
 
 CACHE_GIB = "8"
-"""The most that the blocks take on a disk, where ``FORGEKIT_CACHE_GIB`` does not say it."""
+"""Default limit of the cache's size, which ``FORGEKIT_CACHE_GIB`` overrides."""
 
 READ_PATIENCE_S = 90.0
-"""How long data may be unreachable: less than ``Health`` lets the other ranks wait (120 s)."""
+"""How long data may be unreachable; less than the other ranks' time-out of ``Health`` (120 s)."""
 
 NPY_HEADER_BYTES = 128
-"""What stands before a 1-D array: numpy leaves room for the length to grow."""
+"""Header size of a 1-D array; numpy leaves room for the length to grow."""
 
 
 def checksums_of(values: NDArray[Any], block_bytes: int = BLOCK_BYTES) -> list[str]:
@@ -48,7 +48,7 @@ def _checksum(content: bytes | memoryview) -> str:
 
 
 class BlockCache:
-    """A folder of blocks, each under its checksum; processes and threads share it.
+    """A folder of blocks named by checksum, shared by processes and threads.
 
     The folder is looked at once for each 64th of the limit that a process writes, and then filled
     to seven eighths at most: eight processes that write as fast as they can stay below the limit.
@@ -64,10 +64,10 @@ class BlockCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
         self._checked: set[str] = set()
-        self._written = self.limit  # since the last look; there was none
+        self._written = self.limit  # bytes kept since the last scan; none yet
 
     def opened(self, checksum: str) -> BinaryIO | None:
-        """Open a block; None if it is not there or, when first opened, is damaged."""
+        """Open a block; None if it is missing or, checked at first use, damaged."""
         try:
             block = (self.folder / checksum).open("rb")
         except FileNotFoundError:
@@ -77,7 +77,7 @@ class BlockCache:
             (self.folder / checksum).unlink(missing_ok=True)
             return None
         self._checked.add(checksum)
-        os.utime(block.fileno())  # the time of its last use
+        os.utime(block.fileno())  # marks its last use
         return block
 
     def keep(self, checksum: str, content: bytes) -> None:
@@ -85,7 +85,7 @@ class BlockCache:
         self._make_room(len(content))
         new = self.folder / f".{uuid.uuid4().hex}"
         new.write_bytes(content)
-        with suppress(FileNotFoundError):  # another process has needed the room
+        with suppress(FileNotFoundError):  # evicted by another process
             new.rename(self.folder / checksum)
 
     def _make_room(self, size: int) -> None:
@@ -108,7 +108,7 @@ class BlockCache:
 
 @attrs.frozen(eq=False)
 class RemoteArray:
-    """The array of an ``.npy`` file behind a URL; slices of it are read from its blocks.
+    """The array of an ``.npy`` file behind a URL; slices are read from its blocks.
 
     Attributes:
         url: The file.
@@ -170,14 +170,14 @@ Block = tuple[RemoteArray, int]
 
 
 def fetch_blocks(blocks: Iterable[Block]) -> None:
-    """Fetch those blocks of files in one folder that are not in the cache, all at once.
+    """Fetch the uncached ones of blocks of files in one folder, concurrently.
 
     Raises:
         ValueError: If a block differs from its checksum, also when it is fetched again.
         UrlError: If the store has not answered in ``READ_PATIENCE_S``.
     """
     wrong = list(dict.fromkeys(blocks))
-    for _ in range(2):  # what has arrived torn is whole the second time
+    for _ in range(2):  # a torn download succeeds the second time
         if not wrong:
             return
         wrong = retried(partial(_fetch, wrong), wrong[0][0].url, patience_s=READ_PATIENCE_S)
@@ -190,7 +190,7 @@ def fetch_blocks(blocks: Iterable[Block]) -> None:
 
 
 def _fetch(blocks: list[Block]) -> list[Block]:
-    """Fetch what is not in the cache; keep what is right, and return what is wrong."""
+    """Fetch uncached blocks; keep valid ones, return invalid ones."""
     missing = [(a, n) for a, n in blocks if not (a.cache.folder / a.checksums[n]).exists()]
     if not missing:
         return []

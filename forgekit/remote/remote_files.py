@@ -1,4 +1,4 @@
-"""Files on this disk and behind URLs, opened alike for reading their bytes, decompressed."""
+"""Local and remote files, opened alike for reading decompressed bytes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ COMPRESSED = MappingProxyType({".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zs
 """Python's module for each suffix; pyarrow reads zstd."""
 
 FETCHED_BYTES = 2**23
-"""Of a file behind a URL, by one request."""
+"""Bytes per request of a remote file."""
 
 
 @attrs.frozen
 class RemoteFile:
-    """A file behind a URL, with what is used here of a path.
+    """A file behind a URL, with the methods of a path that are used here.
 
     Attributes:
         url: The URL.
@@ -42,15 +42,15 @@ class RemoteFile:
         return self.url
 
     def resolve(self) -> RemoteFile:
-        """Return itself: the same file always has the same URL."""
+        """Return itself: URLs are unique."""
         return self
 
     def stat(self) -> Any:
-        """Return the size, and what stands for the time of the last change."""
+        """Return the size and a substitute of the modification time."""
         return SimpleNamespace(st_size=self.size, st_mtime_ns=self.stamp)
 
     def open(self) -> BinaryIO:
-        """Open it; what is read of it is asked for with patience."""
+        """Open the file; reads are retried."""
         return io.BufferedReader(_PatientFile(self.url), FETCHED_BYTES)
 
 
@@ -58,7 +58,7 @@ File: TypeAlias = Path | RemoteFile
 
 
 class _PatientFile(io.RawIOBase):
-    """A file of fsspec that reads again what a store did not answer."""
+    """A file of fsspec that retries failed reads."""
 
     def __init__(self, url: Url) -> None:
         fs, root = fs_of(url)
@@ -74,14 +74,14 @@ class _PatientFile(io.RawIOBase):
         return self._file.seek(offset, whence)
 
     def readinto(self, buffer: Any) -> int:
-        # fsspec advances only behind a read that has succeeded, so the next try reads the same.
+        # fsspec advances only after a successful read, so a retry reads the same bytes.
         content = retried(lambda: self._file.read(len(buffer)), self._url)
         buffer[: len(content)] = content
         return len(content)
 
 
 def opened(file: File) -> BinaryIO:
-    """Open a file for reading its bytes, decompressed."""
+    """Open a file for reading decompressed bytes."""
     compressed: Any = file if isinstance(file, Path) else file.open()
     if module := COMPRESSED.get(file.suffix.lower()):
         return importlib.import_module(module).open(compressed)

@@ -1,4 +1,4 @@
-"""URLs of object stores: named like paths, read and written with patience.
+"""URLs of object stores: joined like paths, read and written with retries.
 
 A bucket is reached through a network that stumbles. What may pass (a time-out, a refused or cut
 connection, a store that throttles or fails) is tried again after growing pauses, for minutes; what
@@ -32,11 +32,11 @@ _ANSWERS = (
     *(FileNotFoundError, NotADirectoryError, IsADirectoryError, FileExistsError),
     *(ValueError, TypeError, ImportError, AssertionError),
 )
-"""Errors that say something about an object, or about the caller."""
+"""Errors about an object or the caller, which are not retried."""
 _ANSWERED = (errno.EINVAL, errno.ELOOP, errno.ENXIO)
 """Errors of opening a pipe, a socket or a link as a file."""
 _LASTING = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
-"""Errors of file systems that no pause cures."""
+"""Errors of file systems that are not retried."""
 _PASSING = (
     *("RequestTimeout", "IncompleteBody", "BadDigest", "XAmzContentSHA256Mismatch"),
     *("Throttling", "ThrottlingException", "SlowDown", "OperationAborted"),
@@ -45,7 +45,7 @@ _PASSING = (
 """S3's codes below 500 for what may pass: throttled, or a request that arrived torn or late. 400 is
 that of an answer without a body, as to HEAD: it may be any of these."""
 PRECONDITION = ("PreconditionFailed", "412")
-"""S3's codes for an object that is not as a conditional write supposes."""
+"""S3's codes for a failed condition of a conditional write."""
 _CREDENTIALS = "Set the store's usual variables, such as AWS_PROFILE or AWS_ACCESS_KEY_ID"
 _REMEDIES = MappingProxyType(
     {
@@ -62,7 +62,7 @@ log = logging.getLogger("forgekit")
 
 
 class UrlError(OSError):
-    """What is behind a URL cannot be reached; the message is one sentence with the remedy."""
+    """A URL cannot be reached; the message is one sentence with the remedy."""
 
     def __init__(self, text: str) -> None:
         super().__init__(errno.EIO, text)
@@ -72,7 +72,7 @@ class UrlError(OSError):
 
 
 class Url(str):
-    """A URL that is joined like a path; a ``Path`` would merge its slashes.
+    """A URL with path-like joins; a ``Path`` would merge its slashes.
 
     Examples:
         >>> Url("s3://bucket/runs/") / "a"
@@ -88,12 +88,12 @@ class Url(str):
 
     @property
     def name(self) -> str:
-        """What follows the last slash."""
+        """The part after the last slash."""
         return self.rstrip("/").rpartition("/")[2]
 
     @property
     def parent(self) -> Url:
-        """What stands before the last slash."""
+        """The part before the last slash."""
         return Url(self.rstrip("/").rpartition("/")[0])
 
 
@@ -107,7 +107,7 @@ def is_url(value: object) -> bool:
 
 
 def path_or_url(value: str | os.PathLike[str]) -> Location:
-    """Read what may be a path or a URL.
+    """Convert to a URL or path.
 
     Raises:
         ValueError: If it is a URL that became a path, or has one slash or nothing after them.
@@ -128,14 +128,14 @@ def path_or_url(value: str | os.PathLike[str]) -> Location:
 
 
 def location_of(name: str, value: str | os.PathLike[str]) -> Location:
-    """Read a path or a URL that may be one; ``name`` is the argument's, for messages."""
+    """Convert to a valid path or URL; ``name`` is the argument's, for messages."""
     is_text = isinstance(value, str)
     is_either = isinstance(value, Path) or is_url(value) or (is_text and _ALMOST_URL.match(value))
     return path_or_url(value) if is_either else path_of(name, value)
 
 
 def fs_of(url: str) -> tuple[Any, str]:
-    """Return the file system of fsspec for a URL, and the URL as this file system takes it.
+    """Return fsspec's file system for a URL, and the URL as its path there.
 
     It remembers no listings, which others may change.
 
@@ -155,7 +155,7 @@ def fs_of(url: str) -> tuple[Any, str]:
     options: dict[str, Any] = {}
     if scheme in ("s3", "s3a"):
         require("s3fs", extra="s3")
-        # botocore's own retries, times those of s3fs, would go on for minutes after our patience
+        # botocore's retries, times those of s3fs, would go on for minutes after our patience
         options = {"config_kwargs": {"retries": {"max_attempts": 0}}}
     elif scheme in ("file", "local"):
         options = {"auto_mkdir": True}
@@ -165,7 +165,7 @@ def fs_of(url: str) -> tuple[Any, str]:
 
 
 def entries_below(fs: Any, root: str) -> list[dict[str, Any]]:
-    """List a folder with the facts that fsspec has; an empty list if it is not there.
+    """List a folder's entries as fsspec describes them; empty if it does not exist.
 
     Raises:
         UrlError: If its bucket is not there, or the store cannot be asked.
@@ -208,13 +208,13 @@ def retried(
     patience_s: float | None = None,
     before: Callable[[], None] | None = None,
 ) -> T:
-    """Do what needs a store, again after growing pauses while it does not answer.
+    """Call a function of a store, with growing pauses between retries while it does not answer.
 
     Args:
         action: What to do; it may be done several times, also after it was done unnoticed.
         name: What is read or written, for messages.
         patience_s: How long it may take; None is ``PATIENCE_S``.
-        before: What has to be so before each try; what it raises is raised.
+        before: Called before each attempt; its errors are raised.
 
     Raises:
         FileNotFoundError: If there is no such object, and other errors of ``action`` that say
@@ -228,12 +228,12 @@ def retried(
             before()
         try:
             return action()
-        except Exception as error:  # stores have errors of their own
+        except Exception as error:  # stores raise own classes
             if refusal := _refusal(error):
                 raise UrlError(f"{name}: {refusal}.") from error
             if refusal is not None:
                 raise
-            pause = middle * SystemRandom().uniform(0.7, 1.3)  # no two ranks pause alike
+            pause = middle * SystemRandom().uniform(0.7, 1.3)  # jitter between ranks
             if max(paused, time.monotonic() - began) + pause > patience_s:
                 raise UrlError(
                     f"{name}: the store has failed for {patience_s:.0f} s: {_brief(error)}."
@@ -245,7 +245,7 @@ def retried(
 
 
 def local_folder() -> Path:
-    """Return where copies of what is behind URLs are kept on this machine.
+    """Return the local folder for copies of remote data.
 
     ``FORGEKIT_CACHE``, else ``XDG_CACHE_HOME/forgekit``, else ``~/.cache/forgekit``.
     """
@@ -256,7 +256,7 @@ def local_folder() -> Path:
 
 
 def _refusal(error: BaseException) -> str | None:
-    """Say why no pause can help, and what can; "" of an answer, and None if a pause may help."""
+    """Return the cause and remedy of a permanent error, "" for an answer, None to retry."""
     code, number = code_of(error), getattr(error, "errno", None)
     if code in _REMEDIES:
         return _REMEDIES[code]
@@ -276,7 +276,7 @@ def _refusal(error: BaseException) -> str | None:
 
 
 def _response(error: BaseException) -> dict[str, Any] | None:
-    """What the store has answered: s3fs keeps botocore's error as the cause of its own."""
+    """Return the store's response; s3fs has botocore's error as the cause of its own."""
     for one in (error, error.__cause__, error.__context__):
         if isinstance(response := getattr(one, "response", None), dict):
             return response

@@ -1,4 +1,4 @@
-"""A recipe in a layout against one process in float64."""
+"""Verification of a recipe's layout against one process in float64."""
 
 from forgekit.verification.verify import VerifyReport
 

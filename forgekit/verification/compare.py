@@ -1,4 +1,4 @@
-"""How far the ranks of a layout are from one process: errors of each parameter, relative."""
+"""Relative errors of each parameter between a layout's ranks and one process."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from forgekit.verification.measure import RankResult, kept
 from forgekit.verification.result import VerifyReport, VerifyRow, worst
 
 SMALLEST = 1e-6
-"""Of the model's largest gradient: a parameter with smaller ones is compared with this much."""
+"""Fraction of the model's largest gradient that is the smallest scale for a parameter."""
 ZERO = 1e-12
-"""Of the model's largest gradient: what is below is rounding, as of the bias of keys."""
+"""Fraction of the model's largest gradient below which gradients are rounding (bias of keys)."""
 
 
 @attrs.frozen
 class Comparison:
-    """Compares ranks with one process; equal tensors have one digest and are never read.
+    """Compares ranks with one process; equal tensors share a digest and are not read.
 
     Attributes:
         folder: Where the tensors are.
@@ -36,7 +36,7 @@ class Comparison:
     def report(
         self, layout: str, ranks: Sequence[RankResult], tolerance: float, notes: Iterable[str] = ()
     ) -> VerifyReport:
-        """Compare the loss, its gradient's norm, and every parameter, the worst first."""
+        """Compare loss, gradient norm, and every parameter, the worst first."""
         names = dict.fromkeys(n for one in (self.expected, *ranks) for n in one.gradients)
         rows = [self._row(name, ranks) for name in names]
         loss, norm = self.expected.loss, self.expected.norm
@@ -62,7 +62,7 @@ class Comparison:
         gradients = {rank.gradients[name] for rank in ranks if name in rank.gradients}
         after = {rank.after[name] for rank in ranks if name in rank.after}
         expected = self.expected.gradients.get(name)
-        if expected is None or not gradients:  # one of the two does not have it
+        if expected is None or not gradients:  # missing in one of the two
             return VerifyRow(name=name, error=math.inf, of_model=math.inf, moved=math.inf, norm=0.0)
         difference = self._difference(gradients, expected)
         return VerifyRow(
@@ -75,7 +75,7 @@ class Comparison:
 
     @cached_property
     def _sizes(self) -> dict[str, float]:
-        """The largest element of each gradient."""
+        """Return the largest element of each gradient."""
         gradients = self.expected.gradients.items()
         return {name: float(kept(self.folder, digest).abs().max()) for name, digest in gradients}
 
@@ -85,7 +85,7 @@ class Comparison:
 
     @cached_property
     def _longest(self) -> float:
-        """How far three steps move an element at most."""
+        """Return the largest change of an element over three steps."""
         after = self.expected.after
         moves = (self._difference({after[n]}, self.start[n]) for n in self.expected.gradients)
         return max(moves, default=0.0)
@@ -106,7 +106,7 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _ratio(difference: float, scale: float) -> float:
-    """A relative error; where there is nothing to compare with, any difference is infinite."""
+    """Compute a relative error; relative to 0 any difference is infinite."""
     if scale == 0:
         return 0.0 if difference == 0 else math.inf
     return difference / scale

@@ -1,4 +1,4 @@
-"""Ranks on this machine: processes that call one function each, as torchrun would start them.
+"""Local ranks: processes that call a function, as torchrun would start them.
 
 The ranks find each other through the variables that torchrun sets, and through a store that this
 process holds, so no port has to be guessed. Each computes with one thread and without an
@@ -23,12 +23,12 @@ from typing import Any
 import torch
 
 GRACE_S = 0.5
-"""How long a rank that raised stays: one that died is seen before those that lost it."""
+"""How long a rank that raised stays, so that a dead one is noticed first."""
 LOG_LINES = 12
 
 
 class LocalRankError(RuntimeError):
-    """A rank raised, died or did not finish in time; the message holds what it said."""
+    """A rank raised, died or timed out; the message has its output."""
 
 
 def run_local_ranks(
@@ -51,7 +51,7 @@ def run_local_ranks(
         LocalRankError: If a rank raised, died or did not finish in time.
     """
     job = pickle.dumps((function, args))
-    # Processes forked from a server that has imported torch; spawned ones cost seconds each.
+    # Forks of a server that has imported torch; spawned processes cost seconds each.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["forgekit.verification.measure"])
     limit = timedelta(seconds=timeout_s)
@@ -106,17 +106,17 @@ def _work(rank: int, job: bytes, world: int, port: int, folder: Path, deadline: 
         try:
             function, args = pickle.loads(job)
             (folder / f"rank{rank}.result").write_bytes(pickle.dumps(function(*args)))
-        except BaseException as error:  # a SystemExit of a script is a failure here
+        except BaseException as error:  # a script's SystemExit is a failure here
             sentence = traceback.format_exception_only(error)[-1].strip()
             text = f"{sentence}\n\n{''.join(traceback.format_exception(error)).rstrip()}"
             (folder / f"rank{rank}.error").write_text(text)
             time.sleep(GRACE_S)
             os._exit(1)
-        os._exit(0)  # nothing of torch's threads and groups is worth a clean end
+        os._exit(0)  # skips the clean-up of torch's threads and groups
 
 
 def _end_with_parent() -> None:
-    """Leave with the process that started this one, also if it is killed."""
+    """Exit with the parent process, even if it is killed."""
     if (parent := multiprocessing.parent_process()) is not None:
         parent.join()
         os._exit(1)
@@ -131,8 +131,8 @@ def _failure(rank: int, folder: Path) -> str:
 
 
 def _hanging(late: list[int], world: int, folder: Path, timeout_s: float) -> str:
-    """Say which ranks have not finished, and where those are that have begun."""
-    time.sleep(0.2)  # the ranks are writing where they are
+    """Describe the ranks that have not finished and where they are."""
+    time.sleep(0.2)  # time for the ranks to write their stacks
     names = ", ".join(map(str, late))
     text = f"of {world} ranks {names} did not finish within {timeout_s:g} s."
     for rank in late:

@@ -1,4 +1,4 @@
-"""What one rank does for ``verify``: a recipe's gradient, loss and three SGD steps, in float64.
+"""A rank's part of ``verify``: a recipe's gradient, loss and three SGD steps, in float64.
 
 A rank of a layout takes its steps as a run does. The one process that it is compared with uses
 nothing of the step: it calls the loss function for each micro-batch, runs a backward pass, divides
@@ -45,12 +45,12 @@ LEARNING_RATE = 0.1
 
 Setup = Callable[[MeshSpec], Any]
 Names = dict[str, str]
-"""Names of parameters, each with the digest of a tensor."""
+"""Digests of tensors by parameter name."""
 
 
 @attrs.frozen(kw_only=True)
 class RankJob:
-    """What a rank computes.
+    """The job of a rank.
 
     Attributes:
         setup: Builds a recipe's record for a layout.
@@ -72,7 +72,7 @@ class RankJob:
 
 @attrs.define(kw_only=True)
 class RankResult:
-    """What a rank has computed.
+    """The result of a rank.
 
     Attributes:
         start: Parameters that setup made.
@@ -97,12 +97,12 @@ class RankResult:
 
 
 def keep(folder: Path, value: Tensor | TensorDictBase) -> str:
-    """Write a tensor or a batch into a folder unless it is there, and return its digest."""
-    buffer = io.BytesIO()  # of a clone: equal values give equal bytes whatever their strides were
+    """Store a tensor or batch in a folder by its digest, and return the digest."""
+    buffer = io.BytesIO()  # of a clone: equal values give equal bytes whatever their strides
     torch.save(value.detach().cpu().contiguous().clone(), buffer)
     digest = hashlib.blake2b(buffer.getvalue(), digest_size=16).hexdigest()
     if not (folder / digest).exists():
-        # Ranks write the same tensor at the same time; the rename makes it appear whole.
+        # Ranks may write one tensor concurrently; the rename is atomic.
         part = folder / f"{digest}.{os.getpid()}"
         part.write_bytes(buffer.getvalue())
         part.rename(folder / digest)
@@ -110,12 +110,12 @@ def keep(folder: Path, value: Tensor | TensorDictBase) -> str:
 
 
 def kept(folder: Path, digest: str) -> Any:
-    """Read what was kept."""
+    """Load a stored tensor or batch."""
     return torch.load(folder / digest, weights_only=False)
 
 
 def measure_layout(job: RankJob) -> RankResult:
-    """Take three SGD steps in a layout as a run takes its own.
+    """Take three SGD steps in a layout, as a run does.
 
     Args:
         job: What to do.
@@ -142,7 +142,7 @@ def measure_layout(job: RankJob) -> RankResult:
 
 
 def measure_plainly(job: RankJob, merge: bool) -> RankResult:
-    """Do the same in one process with plain autograd.
+    """Take the same steps in one process with plain autograd.
 
     Args:
         job: What to do; its layout is one rank.
@@ -177,7 +177,7 @@ def measure_plainly(job: RankJob, merge: bool) -> RankResult:
 
 
 def plain_backward(model: nn.Module, batches: Iterable[TensorDictBase], loss_fn: LossFn) -> float:
-    """Leave the gradient of the token-mean loss in the parameters, by autograd alone.
+    """Compute the gradient of the token-mean loss by autograd alone, into ``.grad``.
 
     This is what every layout is held to, by ``verify`` and by the library's own tests.
 
@@ -204,12 +204,12 @@ def plain_backward(model: nn.Module, batches: Iterable[TensorDictBase], loss_fn:
 
 
 def _build(job: RankJob) -> tuple[Any, TrainState, Names]:
-    """Run the setup; its state gets float64, plain SGD, no dropout, and the given parameters.
+    """Run the setup in float64 with plain SGD, no dropout, and given parameters.
 
     Returns:
         The recipe's record, the state, and the parameters that setup made.
     """
-    # Before the setup: what it makes without a dtype (buffers, rotary tables) is float64 at once.
+    # Before the setup, so that tensors without a dtype (buffers, rotary tables) are float64.
     torch.set_default_dtype(torch.float64)
     record = job.setup(job.spec)
     state: TrainState = record.state
@@ -219,14 +219,14 @@ def _build(job: RankJob) -> tuple[Any, TrainState, Names]:
     _stop_dropout(state.model)
     start = _full_parameters(state.model, job.folder)
     for name, parameter in state.model.named_parameters():
-        if job.start is not None and name in job.start:  # else the difference shows
+        if job.start is not None and name in job.start:  # else the difference is measured
             _copy(parameter, kept(job.folder, job.start[name]))
     optimizer = torch.optim.SGD(list(_trained(state.model).values()), lr=LEARNING_RATE)
     return record, attrs.evolve(state, optimizer=optimizer), start
 
 
 def _check_mesh(state: TrainState, spec: MeshSpec) -> None:
-    if state.mesh is None:  # a mesh that was forgotten shows in the gradients
+    if state.mesh is None:  # a forgotten mesh shows in the gradients
         return
     names = state.mesh.mesh_dim_names or ()
     built = dict(zip(names, state.mesh.shape, strict=True))
@@ -248,7 +248,7 @@ def _check_precision(model: nn.Module) -> None:
 
 
 def _stop_dropout(model: nn.Module) -> None:
-    """Set every dropout to 0: of torch's modules, of adapters, and numbers that are called so."""
+    """Set all dropout to 0: torch's modules, adapters, and attributes of that name."""
     for module in model.modules():
         if isinstance(module, LoraLinear):
             evolved = {k: attrs.evolve(a, dropout=0.0) for k, a in module.adapters.items()}
@@ -278,7 +278,7 @@ def _copy(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def _pull(record: Any, job: RankJob) -> list[list[TensorDictBase]]:
-    """This rank's micro-batches of three steps from the recipe's loader, masked if asked for."""
+    """Pull this rank's micro-batches of three steps from the recipe's loader, masked on request."""
     rank, world = data_rank(job.spec, int(os.environ["RANK"]))
     due = itertools.islice(groups(record.loader, getattr(record, "micro_batches", 1)), STEPS)
     steps = [[batch.clone() for batch in group] for group in due]
@@ -299,31 +299,31 @@ def world_of(spec: MeshSpec) -> int:
 
 
 def data_rank(spec: MeshSpec, rank: int) -> tuple[int, int]:
-    """Data-parallel rank and world of a rank; arithmetic, whatever mesh a recipe has built."""
+    """Return a rank's data-parallel rank and world by arithmetic, whatever mesh a recipe builds."""
     _, replicate, shard, context, tensor = resolve_sizes(spec, world_of(spec))
     return rank // (context * tensor) % (replicate * shard), replicate * shard
 
 
 def _mask(batch: TensorDictBase, number: int) -> None:
-    """Mask labels, more in one micro-batch than in the next: equal counts would hide mistakes."""
+    """Mask labels unevenly over micro-batches: equal counts would hide mistakes."""
     labels = batch.get("labels", None)
     if not isinstance(labels, Tensor) or labels.ndim != 2 or labels.is_floating_point():
         return
     generator = torch.Generator().manual_seed(number)
     share = (1 + number % 4) / 8
     is_masked = torch.rand(labels.shape, generator=generator) < share
-    is_masked[:, -1] = False  # each row keeps one
+    is_masked[:, -1] = False  # each row keeps a label
     batch["labels"] = labels.masked_fill(is_masked, IGNORED)
 
 
 def _share(job: RankJob, batches: list[list[str]]) -> list[list[TensorDictBase]]:
-    """This rank's part of the micro-batches that all layouts see."""
+    """Return this rank's part of the micro-batches common to all layouts."""
     rank, world = data_rank(job.spec, int(os.environ["RANK"]))
     return [[kept(job.folder, digest) for digest in step[rank::world]] for step in batches]
 
 
 def _join(batches: list[TensorDictBase]) -> Iterator[TensorDictBase]:
-    """Micro-batches of equal shapes as one."""
+    """Join micro-batches of equal shapes."""
     alike: dict[Any, list[TensorDictBase]] = {}
     for batch in batches:
         shapes = tuple((str(k), v.shape[1:]) for k, v in sorted(batch.items(True, True), key=str))

@@ -1,4 +1,4 @@
-"""The result of ``verify``, and its text: a table, a line for each run, and a verdict."""
+"""The result of ``verify`` and its text: a table, a line per run, and a verdict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import attrs
 
 SPLIT = "micro-batches"
 SHOWN = 10
-"""Parameters in the table."""
+"""Maximum number of parameters in the table."""
 _HINTS = MappingProxyType(
     {
         SPLIT: "the gradient depends on how a batch is split into micro-batches. Return "
@@ -65,7 +65,7 @@ class VerifyRow:
 
 @attrs.frozen(kw_only=True)
 class VerifyCheck:
-    """One run that was compared with one process.
+    """A run compared with one process.
 
     Attributes:
         name: Such as ``"tp=2 pp=2"``, ``"one process"`` or ``"micro-batches"``.
@@ -114,13 +114,13 @@ class VerifyReport:
 
     @property
     def error(self) -> float:
-        """The worst relative error of the layout; NaN if there is one, or nothing to compare."""
+        """Largest relative error of the layout; NaN if one is, or there is nothing to compare."""
         errors = [row.worst for row in self.rows]
         return worst([*errors, self.loss_error, self.norm_error])
 
     @property
     def equal(self) -> bool:
-        """Whether everything agrees."""
+        """Whether all checks agree."""
         checks = [check.error <= self.tolerance for check in self.checks]
         return self.failure is None and all(checks) and self.error <= self.tolerance
 
@@ -179,7 +179,7 @@ class VerifyReport:
 
 
 def worst(errors: Iterable[float]) -> float:
-    """Return the largest error; NaN if there is one, or none at all: max() would pass over it."""
+    """Return the largest error; NaN if one is NaN, which max() may miss, or there is none."""
     numbers = [*errors]
     return max(numbers) if numbers and not any(map(math.isnan, numbers)) else math.nan
 

@@ -1,9 +1,9 @@
-"""Compare a layout with one process in float64: each gradient, the loss, the norm and three steps.
+"""Comparison of a layout with one process in float64: gradients, loss, norm and three steps.
 
 A wrong layout often still trains, only worse. So the layout's ranks are started here, on this
 machine, and run the user's own set-up, loss and batches; one process does the same with plain
 autograd and nothing of the step. In float64 both agree to about 1e-15. Where they do not,
-each dimension of the mesh is tried by itself, then pairs of them, to name the one that breaks.
+each dimension of the mesh is tried alone, then pairs, to find the one that breaks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RANKS_OF_A_CORE = 32
 
 @attrs.frozen(kw_only=True)
 class VerifyOptions:
-    """The options of ``verify``; see there."""
+    """Options of ``verify``."""
 
     mask: bool
     split: bool
@@ -61,7 +61,7 @@ def verify(
     timeout_s: float = 300,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Compare what a model learns in a layout with one process, in float64 on this machine's CPU.
+    """Compare training in a layout with one process, in float64 on this machine's CPU.
 
     Each rank is a process that imports ``build``, so it is a function at the top level of a file;
     a script calls ``verify`` under ``if __name__ == "__main__":``. While ``build`` runs, torch's
@@ -102,7 +102,7 @@ def _with_mesh(build: Callable[[DeviceMesh], Any], spec: MeshSpec) -> Any:
 
 
 def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> VerifyReport:
-    """As ``verify``, for a set-up that builds its mesh itself, as those of recipes do.
+    """Like ``verify``, for a set-up that builds its own mesh, as recipes do.
 
     Args:
         setup: Called with the layout's sizes, each above 0; calls ``build_mesh`` with them.
@@ -112,7 +112,7 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         world = os.environ["WORLD_SIZE"]
         raise ValueError(f"this is one of {world} ranks; verify starts its ranks by itself.")
-    # On as few ranks as the layout has: what is left over (-1) is 1.
+    # On the fewest ranks: -1 is 1.
     spec = MeshSpec(**{name: max(size, 1) for name, size in attrs.asdict(layout).items()})
     resolve_sizes(spec, world_of(spec))
     if world_of(spec) > (most := RANKS_OF_A_CORE * len(os.sched_getaffinity(0))):
@@ -132,7 +132,7 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
 def _verify(job: RankJob, options: VerifyOptions) -> VerifyReport:
     spec, began = job.spec, time.monotonic()
     options.progress(_line(spec))
-    ranks = _run(job, options)  # first: its own batches and weights are what all others get
+    ranks = _run(job, options)  # first: its batches and weights are used by all others
     seconds = time.monotonic() - began
     job = attrs.evolve(job, start=_start(ranks), batches=_all_batches(ranks, spec))
     options.progress("one process, with plain autograd")
@@ -156,7 +156,7 @@ def _verify(job: RankJob, options: VerifyOptions) -> VerifyReport:
         checks.append(VerifyCheck(name=SPLIT, ranks=1, seconds=seconds, error=error))
         # Written so that NaN counts as different.
         broken = () if error <= options.tolerance else (SPLIT,)
-    # A gradient that depends on the split differs in every layout; nothing more to learn then.
+    # A gradient that depends on the split differs in every layout; bisecting is useless.
     if not broken and not report.error <= options.tolerance:
         further, broken = _bisect(job, options, comparison)
         checks += further
@@ -171,7 +171,7 @@ def _run(job: RankJob, options: VerifyOptions) -> list[RankResult]:
 def _bisect(
     job: RankJob, options: VerifyOptions, comparison: Comparison
 ) -> tuple[list[VerifyCheck], tuple[str, ...]]:
-    """Try no dimension, each alone, then pairs and more; those of the first size that break."""
+    """Try no dimension, each alone, then larger sets; return the failing ones of the first size."""
     checks: dict[MeshSpec, VerifyCheck] = {}
     broken: list[str] = []
     dimensions = _dimensions(job.spec)
@@ -214,22 +214,22 @@ def _line(spec: MeshSpec) -> str:
 
 
 def _only(spec: MeshSpec, names: tuple[str, ...]) -> MeshSpec:
-    """A layout with some of its dimensions; experts keep those that they are a view of."""
+    """Return a layout with some of its dimensions; experts keep the dimensions they view."""
     remaining = {*names, "dp_shard", "cp"} if "ep" in names else names
     sizes = {name: size if name in remaining else 1 for name, size in attrs.asdict(spec).items()}
     return MeshSpec(**sizes)
 
 
 def _start(ranks: list[RankResult]) -> dict[str, str]:
-    """Each parameter's initial value as the lowest rank has it that holds it."""
+    """Return each parameter's initial value, from the first rank that holds it."""
     return {name: digest for rank in reversed(ranks) for name, digest in rank.start.items()}
 
 
 def _all_batches(ranks: list[RankResult], spec: MeshSpec) -> list[list[str]]:
-    """The micro-batches of each step over all data-parallel ranks."""
+    """Return each step's micro-batches over all data-parallel ranks."""
     readers = {data_rank(spec, number)[0]: rank.batches for number, rank in enumerate(ranks)}
     steps = zip(*(readers[data] for data in sorted(readers)), strict=True)
-    # Micro-batch m of all ranks comes before micro-batch m + 1, as in the order of samples.
+    # Micro-batch m of all ranks precedes micro-batch m + 1, in the order of samples.
     return [[digest for m in zip(*step, strict=True) for digest in m] for step in steps]
 
 
