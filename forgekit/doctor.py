@@ -41,7 +41,7 @@ def sections(out: Path) -> Iterator[tuple[str, Iterable[Check]]]:
         out: A run directory, or where one is to be.
 
     Yields:
-        A title, and checks that are made when they are asked for; nothing on all ranks but the
+        A title, and checks that are made on request; nothing on all ranks but the
         first.
     """
     rank, world, _ = identity(os.environ)

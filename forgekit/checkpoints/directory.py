@@ -8,9 +8,9 @@ checkpoints as they were, and a folder that nobody mistakes for one; the next sa
 
 A ``RemoteStorage`` is a URL, in an object store or wherever fsspec reaches. There is no rename, no
 lock and no symlink there, and an object appears when it is complete. So the manifest does what the
-rename does on a disk: it is written last, and what it does not name does not count. Each save has a
-folder of its own, because overwriting the files of an earlier save of the same step would leave a
-mixture if it stopped half-way::
+rename does on a disk: it is written last, and files that it does not name are ignored. Each save
+has its own folder: overwriting the files of an earlier save of the same step would leave a mixture
+if it stopped half-way::
 
     step_00000100/data-1f3a90c2/rank_00000.safetensors
     step_00000100/manifest.json

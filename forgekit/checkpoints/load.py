@@ -80,7 +80,7 @@ def checkpoint_load(
         state: A state of the same model and optimizer; its values are replaced.
         directory: What ``checkpoint_save`` was given.
         step: Load this step instead of the newest. A damaged newest checkpoint is skipped with a
-            logged warning, a damaged one that was asked for raises. One that cannot be read is
+            logged warning, a damaged one that was requested raises. One that cannot be read is
             tried again, and then raises: it may be whole.
         fingerprint: What identifies the data now, or a function of the samples that were saved;
             compared with what was saved if both are given.

@@ -59,7 +59,7 @@ class Bins:
         starts: ``[pieces]`` int64 token of the document that the piece starts with.
         lengths: ``[pieces]`` int64 tokens of the piece.
         align: Pieces are padded to multiples of it.
-        capacity: Positions in a bin; by default as many as the fullest takes.
+        capacity: Positions in a bin; by default those of the fullest bin.
         dropped: Documents that were left out because they are longer than a bin.
         path: The file that the arrays are mapped from; None if they are in memory.
 

@@ -1,7 +1,7 @@
 """Read-ahead: results computed by threads or processes, and copied to a device.
 
 Threads of ``torchdata.nodes`` or processes compute, and a copy to the device runs while the step
-computes. Results arrive in order; what a worker raises is raised unchanged where its result is due.
+computes. Results arrive in order; a worker's exception is raised unchanged in its result's place.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class NameMap:
     Attributes:
         parts: Each tensor's boxes, by name in the model, in its order.
         shapes: Shape of each tensor on disk, by name there, in the order of writing.
-        names: Names in the model of what it is made of, by name on disk.
+        names: Names of the model's tensors behind each name on disk.
         dtypes: Dtype of those that have their own on disk.
         padded: Rows that are on disk of tensors with more, by name in the model.
         tokens: Rows of those that are tokens, by name in the model.

@@ -166,9 +166,9 @@ def save_huggingface(
 def _weights(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's tensors by name, without the factors of merged adapters."""
     layers, factors = lora_layers(model), set(adapter_names(model))
-    if apart := [name for name, layer in layers.items() if not layer.bases]:
+    if unmerged := [name for name, layer in layers.items() if not layer.bases]:
         raise CheckpointError(
-            f"{apart[0]!r} has an adapter that is not merged into its weight. Call "
+            f"{unmerged[0]!r} has an adapter that is not merged into its weight. Call "
             "forgekit.merge_lora(model) first, or forgekit.save_adapter."
         )
     tensors = {name: t for name, t in named_tensors(model).items() if name not in factors}

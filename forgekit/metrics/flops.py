@@ -1,7 +1,7 @@
 """FLOPs of training, and model FLOPs utilization (MFU).
 
 A product of ``[m k]`` and ``[k n]`` takes ``2 m k n`` operations. So a matrix of ``n`` values takes
-``2 n`` per token forwards, ``2 n`` for the gradient of what it is given, and ``2 n`` more for its
+``2 n`` per token forwards, ``2 n`` for the gradient of its input, and ``2 n`` more for its
 own, which a frozen one does not need: ``6 n``, or ``4 n`` of the base under adapters. Attention
 takes ``4 h c`` per layer for each query and key that meet (scores and sums over values), and twice
 that backwards. What comes before the first trained parameter, in the model's order, has no backward

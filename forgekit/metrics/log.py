@@ -1,7 +1,7 @@
 """Logging of step metrics as rows: to ``metrics.jsonl``, the screen, and the caller.
 
-Metrics stay on the device until a row is due; then one copy brings those of all its steps to the
-host, which waits for the device once per row. Reading a single loss in each step would let the
+Metrics stay on the device until the end of a row; then one copy brings those of all its steps to
+the host, which waits for the device once per row. Reading a single loss in each step would let the
 device idle while the host prepares the next one. Every rank builds the same rows, so that each can
 decide on them; one of them writes.
 
@@ -178,7 +178,7 @@ class MetricsLog:
             metrics: The metrics that the step returned: 0-d tensors on one device.
 
         Returns:
-            The row if one is due at this step, else None; NaN stays NaN in it.
+            The row if this step ends one, else None; NaN stays NaN in it.
 
         Raises:
             ValueError: If a metric is not 0-d.

@@ -130,7 +130,7 @@ def attend_causal(
         ``[b s h c]``.
 
     Raises:
-        ValueError: If the kernel that was asked for cannot run here, or takes no documents, or an
+        ValueError: If the requested kernel cannot run here, or takes no documents, or an
             id comes back after another, and the kernel is ``"varlen"``.
     """
     if torch.is_autocast_enabled(q.device.type):  # which covers torch's own attention only

@@ -85,7 +85,7 @@ def choose(
         The kernel.
 
     Raises:
-        ValueError: If the one that was asked for cannot do it; names those that can.
+        ValueError: If the requested one cannot do it; names those that can.
 
     Examples:
         >>> choose("documents", torch.device("cpu"), torch.float32, 64)

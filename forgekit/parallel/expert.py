@@ -212,8 +212,8 @@ def _splits(counts: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, list[int]
 class _Exchange:
     """An exchange of rows with other ranks, and of their gradients in backward.
 
-    Torch's functional all-to-all waits for the gradients at once; here they are on their way while
-    the backward pass of what ran ``meanwhile`` computes.
+    Torch's functional all-to-all waits for the gradients at once; here they are sent while
+    the backward pass of ``meanwhile`` computes.
 
     Attributes:
         sent: Rows that go to each rank.

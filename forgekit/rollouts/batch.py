@@ -111,8 +111,8 @@ def rollout_batch(
             default those of ``group_advantages``.
         scale: As for ``group_advantages``.
         pad_to: Positions of a row; that of the longest text if left out.
-        rows: Rows, those of padding included; as many as the texts fill if left out. A pipeline
-            needs as many in each micro-batch.
+        rows: Rows, those of padding included; by default those that the texts fill. A pipeline
+            needs the same number in each micro-batch.
 
     Returns:
         TensorDict of ``[b s]``: ``input_ids``, ``labels`` (shifted, -100 where nothing is trained),
@@ -192,7 +192,7 @@ def join_rollouts(
         What ``rollout_batch`` returns.
 
     Raises:
-        KeyError: If a message lacks what it must have.
+        KeyError: If a message lacks a required key.
         ValueError: As ``rollout_batch``.
     """
     columns: dict[str, Any] = {name: [] for name in ("prompts", "ids", *_OF_ANSWERS)}

@@ -148,7 +148,7 @@ def grpo_loss(
         them, those without a trained token too, if the batch has ``empty``.
 
     Raises:
-        KeyError: If the batch lacks what is asked for.
+        KeyError: If the batch lacks a required key.
     """
     terms = _terms(log_probs, batch, clip, kl, correction)
     return terms.over_sequences(1 / terms.lengths)

@@ -79,12 +79,12 @@ class RolloutStream:
 
     A rank whose messages have ended goes on with padding until no rank has any; the last step has
     none at all and changes nothing. A rank whose source fails, or lets it wait too long, pads its
-    step, and after it all ranks raise. When a stop is asked for, what has not come is not waited
-    for.
+    step, and after it all ranks raise. After a stop request, no further messages are
+    awaited.
 
     Args:
-        source: An iterator, or a function that returns the next message and None at the end, each
-            asked when a micro-batch is due; a queue of ``multiprocessing``; or a ``RedisSource``.
+        source: An iterator, or a function that returns the next message and None at the end, read
+            when a micro-batch needs it; a queue of ``multiprocessing``; or a ``RedisSource``.
         batch_size: Messages of a micro-batch on each data-parallel rank.
         to_batch: Makes a micro-batch of a list of messages; of none a row of padding.
             ``functools.partial(join_rollouts, pad_to=...)`` gives rows one length.

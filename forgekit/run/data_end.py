@@ -23,7 +23,7 @@ class DataEnd:
     """Make all ranks end their data after the same step; pass it to ``groups`` and ``make_step``.
 
     ``data_end.has_ended`` reads one number from the device between two steps. Loaders do not need
-    it: those with an end have as many micro-batches on each rank.
+    it: those with an end have the same number of micro-batches on each rank.
 
     Args:
         policy: ``"pad"`` goes on until no rank has data, ``"drop"`` ends as soon as one has none
@@ -35,7 +35,7 @@ class DataEnd:
         ValueError: If the policy is not one of the three.
 
     Examples:
-        Streams of one epoch, as many documents as there happen to be on each rank::
+        Streams of one epoch, with any number of documents on each rank::
 
             end = DataEnd("pad")
             step = make_step(loss_fn, schedule=schedule, end=end)

@@ -46,8 +46,8 @@ class Attempt:
     """One start of a run.
 
     Attributes:
-        facts: What events of ``history.jsonl`` say of it: as ``agents`` the processes that restart
-            its workers, ``host/pid@start``; nothing if nobody does.
+        facts: Facts for ``history.jsonl``: as ``agents`` the processes that restart its workers,
+            ``host/pid@start``; empty without restarts.
         has_run: Whether the run has taken steps that one of them started.
         store: Where its ranks met, with the reason of the first that failed.
     """
@@ -104,12 +104,12 @@ def hold_run(
         except (RunLockedError, OSError) as error:
             problem = error
         starts = [event.get("agents", ()) for event in events if event.get("event") == "started"]
-        found = [problem and str(problem), any({*agents} & {*before} for before in starts)]
-        said, has_run = ranks.gather("held", "the run directory", found, LATE_S + HELD_S)[0]
-        if said:
+        outcome = [problem and str(problem), any({*agents} & {*before} for before in starts)]
+        failure, has_run = ranks.gather("held", "the run directory", outcome, LATE_S + HELD_S)[0]
+        if failure:
             with suppress(Exception):  # until all have read it: the store ends with rank 0
                 ranks.gather("read", "the run directory", None, REASONS_S)
-            raise problem or RunLockedError(said)
+            raise problem or RunLockedError(failure)
         yield Attempt({"agents": agents}, has_run, ranks.store), mirror
 
 

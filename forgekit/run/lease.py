@@ -178,7 +178,7 @@ def repeated(action: Callable[[], None], every_s: float, name: str) -> Iterator[
     """Repeat an action in a thread until the block ends or the lease is lost.
 
     Args:
-        action: What to do; what it raises is logged.
+        action: The action; its errors are logged.
         every_s: Seconds between two times.
         name: What it is about.
     """

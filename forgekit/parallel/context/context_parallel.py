@@ -85,11 +85,11 @@ def choose_attention(
             it is not known before they run.
         mesh: Where the model will be.
         compute: What it computes in; that of its parameters if None.
-        attention: ``"auto"``, or the kernel that was asked for.
+        attention: ``"auto"``, or the requested kernel.
         method: How ranks share a sequence, where they do.
 
     Raises:
-        ValueError: If the kernel that was asked for cannot run there, or nothing would use it.
+        ValueError: If the requested kernel cannot run there, or nothing would use it.
     """
     attending = [m for m in model.modules() if hasattr(m, "attend")]
     if attention != "auto" and not any(m.attend is attend_causal for m in attending):
@@ -177,8 +177,8 @@ def split_context(
 ) -> tuple[int, int]:
     """Split the ranks that share a sequence into rings and Ulysses groups.
 
-    Exchanging heads moves less than a ring, so ``"both"`` gives it as many as divide the heads
-    and leave a ring of two.
+    Exchanging heads moves less than a ring, so with ``"both"`` Ulysses gets the most ranks that
+    divide the heads and leave a ring of two.
 
     Args:
         context: Ranks that share a sequence, ``cp``.

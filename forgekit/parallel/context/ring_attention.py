@@ -47,7 +47,7 @@ def ring_attention(
         members: The ranks that share the sequence; each has a zigzag slice of it.
         attention: The kernel of the blocks.
         documents: Where ``doc_ids`` were noted on the host. Without it the device's flash kernel,
-            which is called once for each document, is not taken by itself.
+            which is called once per document, is not chosen automatically.
 
     Returns:
         ``attend(q, k, v, *, doc_ids)`` on local slices. It raises a ``ValueError`` for positions or

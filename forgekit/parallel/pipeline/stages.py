@@ -302,7 +302,7 @@ class Stages:
         Args:
             micro_batches: Their number.
             shape: ``[b s]``, the same for all.
-            compute: See ``Compute``. The sum of what the last stage returns is differentiated.
+            compute: See ``Compute``. The sum of the last stage's outputs is differentiated.
             reduces: Whether gradients are reduced over data-parallel ranks at the end.
 
         Raises:

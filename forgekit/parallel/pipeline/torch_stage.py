@@ -1,7 +1,7 @@
 """A stage for torch's schedules that calls a function with micro-batch numbers.
 
 ``torch.distributed.pipelining`` gives the order of work, sends and receives, and FSDP's gathers and
-reductions. What differs from its own ``step``: micro-batches are asked for when a stage needs them,
+reductions. What differs from its own ``step``: micro-batches are requested when a stage needs them,
 and shapes are given instead of found by running the model once more.
 """
 
