@@ -69,7 +69,7 @@ class Config:
 
 
 def loss_fn(model, batch):
-    """Cross-entropy that never holds all logits; documents that share a row stay apart."""
+    """Cross-entropy that never holds all logits; documents in a row are separate."""
     return model(
         batch["input_ids"],
         position_ids=batch["position_ids"],
@@ -79,7 +79,7 @@ def loss_fn(model, batch):
 
 
 def write_token_files(data, vocab_size):
-    """Make what is not there yet: one tokenizer for all, and the token file of each source."""
+    """Write what is missing: one tokenizer, and a token file per source."""
     whole = fk.data.prepare(data.sources.values(), data.path / "all", vocab_size=vocab_size)
     for name, path in data.sources.items():
         fk.data.prepare(path, data.path / name, tokenizer=whole.path / "tokenizer.json")
@@ -98,7 +98,7 @@ def build_dataset(data, phases, seed):
 
 
 def setup(config):
-    """Build the state, the step and the data; no step is taken."""
+    """Build state, step and data, without taking a step."""
     if fk.process_rank() == 0:  # the others wait for it in build_mesh
         write_token_files(config.data, config.model.vocab_size)
     mesh = fk.build_mesh(config.mesh)
@@ -122,7 +122,7 @@ def setup(config):
 
 
 def train(config, run):
-    """Step, log, save; stop cleanly when asked to."""
+    """Step, log, save; stop cleanly on request."""
     built = setup(config)
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
@@ -140,7 +140,7 @@ def train(config, run):
 
 
 def main():
-    """Hold the run directory while training; say in it how the run ended."""
+    """Hold the run directory while training, and write how the run ended."""
     config = load_config(Config)
     with fk.open_run(config.out, to_dict(config)) as run:
         train(config, run)

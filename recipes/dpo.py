@@ -33,7 +33,7 @@ class Data:
 
 @attrs.frozen(kw_only=True)
 class Lora:
-    """Adapters; of the base nothing moves then."""
+    """Adapters; the base is frozen."""
 
     rank: int = key(16, "Rank of the adapters; 0, with reference=model: all is trained.")
     alpha: float = key(32.0, "The scale is alpha / rank.", at_least=0)
@@ -71,13 +71,13 @@ class Config:
 
 @attrs.frozen(kw_only=True, slots=True, eq=False)
 class State(fk.TrainState):
-    """A state with a frozen model, which is the base's and so in no checkpoint."""
+    """A state with the frozen reference, which is the base and so not in checkpoints."""
 
     reference: Any = attrs.field(default=None, repr=False, metadata={"checkpoint": False})
 
 
 def load(config, spec, mesh, has_adapters):
-    """The base, with adapters that add nothing yet."""
+    """Load the base, with adapters that add zero."""
     with torch.device("meta"):
         model, lora = fk.Transformer(spec), config.lora
     if has_adapters:
@@ -89,12 +89,12 @@ def load(config, spec, mesh, has_adapters):
 
 
 def loss_fn(model, batch, config, reference):
-    """The preference loss; its count is the number of pairs."""
+    """Compute the preference loss, counted in pairs."""
     return fk.dpo_loss(model, batch, reference=reference, kind=config.kind, beta=config.beta)
 
 
 def setup(config):
-    """Build the state, the step and the data; no step is taken."""
+    """Build state, step and data, without taking a step."""
     mesh, data = fk.build_mesh(config.mesh, device=config.device), config.data
     spec, is_copy = fk.huggingface_spec(config.base), config.reference == "model"
     read = partial(fk.data.preference_dataset, template=data.template, long=data.long)
@@ -116,7 +116,7 @@ def setup(config):
 
 
 def train(config, run):
-    """Evaluate, step, log, save, export; stop cleanly when asked to."""
+    """Evaluate, step, log, save, export; stop cleanly on request."""
     fk.run.check_new_directory(export=config.export, base=config.base)
     built, check = setup(config), fk.bad_step_policy("raise")
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
@@ -127,7 +127,7 @@ def train(config, run):
             if built.held_out and fk.every(config.eval_every, state, last=config.steps):
                 found = fk.evaluate(state, built.held_out, built.loss_fn, name="heldout", stop=stop)
                 log.event(state, found)
-            if run.is_over(state):  # after the evaluation: one that a stop cut short comes again
+            if run.is_over(state):  # after the evaluation, which is repeated if a stop cut it short
                 break
             state, metrics = step(state, batches)
             check(log(state, metrics))
@@ -140,7 +140,7 @@ def train(config, run):
 
 
 def main():
-    """Hold the run directory while training; say in it how the run ended."""
+    """Hold the run directory while training, and write how the run ended."""
     config = load_config(Config)
     with fk.open_run(config.out, to_dict(config)) as run:
         train(config, run)

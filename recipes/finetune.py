@@ -1,4 +1,4 @@
-"""Fine-tune published weights on conversations, whole or through adapters; resumes by itself.
+"""Fine-tune published weights on conversations, whole or through adapters; resumes automatically.
 
 A line of the data is {"messages": [...]}, or {"prompt": ..., "completion": ...}.
 
@@ -30,7 +30,7 @@ class Data:
 
 @attrs.frozen(kw_only=True)
 class Lora:
-    """Adapters; of the base nothing moves then."""
+    """Adapters; the base is frozen."""
 
     rank: int = key(0, "Rank of the adapters; 0: all weights are trained.", at_least=0)
     alpha: float = key(32.0, "The scale is alpha / rank.", at_least=0)
@@ -43,7 +43,7 @@ class Lora:
 
 @attrs.frozen(kw_only=True)
 class Optim:
-    """AdamW; its learning rate warms up, then falls along a cosine to a tenth."""
+    """AdamW with warm-up and cosine decay of the learning rate to a tenth."""
 
     lr: float = key(2e-5, "Highest learning rate; ten times as much for adapters.", at_least=0)
     weight_decay: float = key(0.0, "Decay of the matrices, per unit of rate.", at_least=0)
@@ -76,7 +76,7 @@ class Config:
 
 
 def loss_fn(model, batch):
-    """Cross-entropy of the assistant's tokens; conversations that share a row stay apart."""
+    """Cross-entropy of the assistant's tokens; conversations in a row are separate."""
     return model(
         batch["input_ids"],
         position_ids=batch["position_ids"],
@@ -86,7 +86,7 @@ def loss_fn(model, batch):
 
 
 def setup(config):
-    """Build the state, the step and the data; no step is taken."""
+    """Build state, step and data, without taking a step."""
     mesh, stop = fk.build_mesh(config.mesh, device=config.device), fk.StopSignal()
     data, lora, lr = config.data, config.lora, config.optim.lr
     tokenizer, spec = fk.run.read_base(config.base, config.new_tokens, has_adapters=lora.rank > 0)
@@ -114,7 +114,7 @@ def setup(config):
 
 
 def train(config, run):
-    """Evaluate, step, log, save, export; stop cleanly when asked to."""
+    """Evaluate, step, log, save, export; stop cleanly on request."""
     fk.run.check_new_directory(export=config.export, base=config.base)
     built, check = setup(config), fk.bad_step_policy("raise")
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
@@ -126,7 +126,7 @@ def train(config, run):
             if built.held_out and fk.every(config.eval_every, state, last=config.steps):
                 found = fk.evaluate(state, built.held_out, loss_fn, name="heldout", stop=stop)
                 log.event(state, found)
-            if run.is_over(state):  # after the evaluation: one that a stop cut short comes again
+            if run.is_over(state):  # after the evaluation, which is repeated if a stop cut it short
                 break
             state, metrics = step(state, batches)
             check(log(state, metrics))
@@ -140,7 +140,7 @@ def train(config, run):
 
 
 def main():
-    """Hold the run directory while training; say in it how the run ended."""
+    """Hold the run directory while training, and write how the run ended."""
     config = load_config(Config)
     with fk.open_run(config.out, to_dict(config)) as run:
         train(config, run)

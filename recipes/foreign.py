@@ -47,7 +47,7 @@ def loss_of_logits(model, batch):
 
 
 def loss_fn(model, batch):
-    """The loss takes the place of the projection, so that logits never exist as a whole."""
+    """Linear cross-entropy replaces the projection, so full logits never exist."""
     head = partial(fk.linear_cross_entropy, labels=batch["labels"])
     return model(batch["input_ids"], head=head)
 
@@ -102,7 +102,7 @@ def train(config, run):
 
 
 def main():
-    """Hold the run directory while training; say in it how the run ended."""
+    """Hold the run directory while training, and write how the run ended."""
     config = load_config(Config)
     with fk.open_run(config.out, to_dict(config)) as run:
         train(config, run)

@@ -68,7 +68,7 @@ def loss_fn(model, batch):
 
 
 def setup(config):
-    """Build the state, the step and the data."""
+    """Build state, step and data."""
     mesh = fk.build_mesh(config.mesh)
     spec = fk.TransformerSpec(
         vocab_size=config.vocab_size,
@@ -116,7 +116,7 @@ def train(config, run):
 
 
 def main():
-    """Hold the run directory while training; say in it how the run ended."""
+    """Hold the run directory while training, and write how the run ended."""
     config = load_config(Config)
     with fk.open_run(config.out, to_dict(config)) as run:
         train(config, run)

@@ -84,7 +84,7 @@ def setup(config):
 
 
 def train(config, run):
-    """Say what each rank holds, then step and log; stop cleanly when asked to."""
+    """Say what each rank holds, then step and log; stop cleanly on request."""
     built = setup(config)
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     held = [name for name, _ in state.model.named_parameters()]
@@ -102,7 +102,7 @@ def train(config, run):
 
 
 def main():
-    """Hold the run directory while training; say in it how the run ended."""
+    """Hold the run directory while training, and write how the run ended."""
     config = load_config(Config)
     with fk.open_run(config.out, to_dict(config)) as run:
         train(config, run)

@@ -1,4 +1,4 @@
-"""Pretrain a language model on token files, in any layout; resumes by itself.
+"""Pretrain a language model on token files, in any layout; resumes automatically.
 
 forgekit prepare stdlib --out data/stdlib
 python pretrain.py
@@ -31,7 +31,7 @@ class Data:
 
 @attrs.frozen(kw_only=True)
 class Optim:
-    """AdamW; its learning rate warms up, then falls along a cosine to a tenth."""
+    """AdamW with warm-up and cosine decay of the learning rate to a tenth."""
 
     lr: float = key(3e-3, "Highest learning rate.", at_least=0)
     weight_decay: float = key(0.1, "Decay of the matrices, per unit of rate.", at_least=0)
@@ -71,7 +71,7 @@ class Config:
 
 
 def loss_fn(model, batch):
-    """Cross-entropy that never holds all logits; documents stay apart where the batch says so."""
+    """Cross-entropy that never holds all logits; documents are separate by their ids."""
     return model(
         batch["input_ids"],
         position_ids=batch.get("position_ids"),
@@ -81,7 +81,7 @@ def loss_fn(model, batch):
 
 
 def setup(config):
-    """Build the state, the step and the data; no step is taken."""
+    """Build state, step and data, without taking a step."""
     mesh = fk.build_mesh(config.mesh, device=config.device)
     dataset = fk.token_dataset(config.data.path, config.data.seq_len, doc_ids=config.data.doc_ids)
     fk.check_vocabulary(dataset, config.model.tokens)
@@ -116,7 +116,7 @@ def setup(config):
 
 
 def train(config, run):
-    """Evaluate, step, log, save; stop cleanly when asked to."""
+    """Evaluate, step, log, save; stop cleanly on request."""
     built = setup(config)
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     held_out, health = built.held_out, fk.Health(run.out, state.mesh, loader=loader)
@@ -127,7 +127,7 @@ def train(config, run):
         for batches in groups:
             if held_out and fk.every(config.eval_every, state, last=config.steps):
                 log.event(state, fk.evaluate(state, held_out, loss_fn, name="heldout", stop=stop))
-            if run.is_over(state):  # after the evaluation: one that a stop cut short comes again
+            if run.is_over(state):  # after the evaluation, which is repeated if a stop cut it short
                 break
             state, metrics = step(state, batches)
             if must_roll_back(log(state, metrics)):
@@ -140,7 +140,7 @@ def train(config, run):
 
 
 def main():
-    """Hold the run directory while training; say in it how the run ended."""
+    """Hold the run directory while training, and write how the run ended."""
     config = load_config(Config)
     with fk.open_run(config.out, to_dict(config)) as run:
         train(config, run)

@@ -32,7 +32,7 @@ class Data:
 
 @attrs.frozen(kw_only=True)
 class Optim:
-    """AdamW; its learning rate warms up, then falls along a cosine to a tenth."""
+    """AdamW with warm-up and cosine decay of the learning rate to a tenth."""
 
     lr: float = key(3e-3, "Highest learning rate.", at_least=0)
     weight_decay: float = key(0.1, "Decay of the matrices, per unit of rate.", at_least=0)
@@ -87,7 +87,7 @@ def take_step(state, batches, *, replicas, schedule, max_norm, stop):
 
 
 def setup(config):
-    """Build the state, the step and the data; no step is taken."""
+    """Build state, step and data, without taking a step."""
     optim, stop, alone = config.optim, fk.StopSignal(), fk.OneGroup()
     mesh = fk.build_mesh(config.mesh, device=config.device)
     dataset = fk.token_dataset(config.data.path, config.data.seq_len)
@@ -140,7 +140,7 @@ def train(config, run):
 
 
 def main():
-    """Hold the run directory while training; say in it how the run ended."""
+    """Hold the run directory while training, and write how the run ended."""
     config = load_config(Config)
     with fk.open_run(config.out, to_dict(config)) as run:
         train(config, run)

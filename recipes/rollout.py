@@ -49,7 +49,7 @@ class Config:
 
 @attrs.frozen(kw_only=True, slots=True, eq=False)
 class Policy(fk.TrainState):
-    """What is trained, and the stream: a checkpoint knows what it was trained on."""
+    """The state with its stream, whose position is part of checkpoints."""
 
     stream: fk.RolloutStream
 
@@ -71,7 +71,7 @@ def sample(model, config, number, version):
 
 
 def sample_for_ever(config):
-    """Sample with the weights that were published last."""
+    """Sample with the latest published weights."""
     model, weights = fk.Transformer(config.model), None
     source = fk.RedisSource(config.redis, config.out.name)
     while True:
@@ -115,7 +115,7 @@ def setup(config):
 
 
 def train(config, run):
-    """Save, publish, step; stop cleanly when asked to."""
+    """Save, publish, step; stop cleanly on request."""
     built = setup(config)
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     groups = fk.groups(loader, loader.micro_batches(config.global_batch_size), end=loader)
