@@ -565,7 +565,7 @@ if __name__ == "__main__":
     import forgekit.config
     from forgekit.cli import recipes_folder
 
-    for name in forgekit.__all__:  # each is imported when it is first asked for
+    for name in dir(forgekit):  # each is imported when it is first asked for
         getattr(forgekit, name)
     torch.set_num_threads(1)
     draw()

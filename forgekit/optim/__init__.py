@@ -1,58 +1,55 @@
-"""From gradients to updates: parameter groups, optimizers, learning-rate schedules."""
+"""From gradients to updates: parameter groups, optimizers, averages, learning-rate schedules."""
 
-from forgekit.optim.groups import decay_groups, parameters_by_optimizer, roles_of
-from forgekit.optim.muon import Muon
-from forgekit.optim.lion import Lion
-from forgekit.optim.schedule_free import ScheduleFree
-from forgekit.optim.average import Average
-from forgekit.optim.transforms import (
-    At,
-    Transform,
-    adam,
-    cautious_decay,
-    cautious_mask,
-    clip_norm,
-    clip_value,
-    decay,
-    lion_sign,
-    momentum,
-    scale,
-    stochastic_rounding,
-    transform,
-    trust_ratio,
+from forgekit.optim.groups import (
+    decay_groups as decay_groups,
+    parameters_by_optimizer as parameters_by_optimizer,
+    roles_of as roles_of,
 )
-from forgekit.optim.matrices import adafactor, orthogonal, row_norm, soap
-from forgekit.optim.lr_schedules import Schedule, cosine, linear, warmup, warmup_linear
-
-__all__ = [
-    "decay_groups",
-    "parameters_by_optimizer",
-    "roles_of",
-    "Muon",
-    "Lion",
-    "ScheduleFree",
-    "Average",
-    "At",
-    "Transform",
-    "transform",
-    "momentum",
-    "adam",
-    "lion_sign",
-    "orthogonal",
-    "row_norm",
-    "soap",
-    "adafactor",
-    "cautious_mask",
-    "clip_value",
-    "clip_norm",
-    "trust_ratio",
-    "decay",
-    "cautious_decay",
-    "scale",
-    "stochastic_rounding",
-    "Schedule",
-    "cosine",
-    "linear",
-    "warmup",
-    "warmup_linear",
-]
+from forgekit.optim.muon import Muon as Muon
+from forgekit.optim.lion import (
+    Lion as Lion,
+    lion as lion,
+)
+from forgekit.optim.schedule_free import (
+    ScheduleFree as ScheduleFree,
+    schedule_free as schedule_free,
+)
+from forgekit.optim.chain import chain_optimizers as chain_optimizers
+from forgekit.optim.average import (
+    EMA as EMA,
+    Average as Average,
+    UniformAverage as UniformAverage,
+)
+from forgekit.optim.transforms import (
+    At as At,
+    Transform as Transform,
+    transform as transform,
+    momentum as momentum,
+    adam as adam,
+    lion_sign as lion_sign,
+    cautious_mask as cautious_mask,
+    clip_value as clip_value,
+    clip_norm as clip_norm,
+    trust_ratio as trust_ratio,
+    decay as decay,
+    cautious_decay as cautious_decay,
+    scale as scale,
+    stochastic_rounding as stochastic_rounding,
+)
+from forgekit.optim.matrices import (
+    orthogonal as orthogonal,
+    row_norm as row_norm,
+    soap as soap,
+    adafactor as adafactor,
+)
+from forgekit.optim.lr_schedules import (
+    Schedule as Schedule,
+    constant as constant,
+    cosine as cosine,
+    join_schedules as join_schedules,
+    linear as linear,
+    rex as rex,
+    warmup as warmup,
+    with_phases as with_phases,
+    wsd as wsd,
+)

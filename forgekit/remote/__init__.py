@@ -1,1 +1,3 @@
-"""Data behind URLs: objects read and written with retries, and a local cache of blocks."""
+"""Files behind URLs."""
+
+from forgekit.remote.urls import Location as Location

@@ -1,1 +1,3 @@
-"""Replica groups that join and leave: a step's participants, and the state of a joining one."""
+"""Replica groups that come and go during a run."""
+
+from forgekit.replicas.groups import join_replicas as join_replicas
