@@ -44,8 +44,8 @@ def saves(tmp_path_factory) -> Saves:
             folder / "theirs.pt",
         ),
     }
-    times = take_turns(entries, ROUNDS, between=fk.run.wait_for_saves)
-    fk.run.wait_for_saves()
+    times = take_turns(entries, ROUNDS, between=fk.checkpoints.wait_for_saves)
+    fk.checkpoints.wait_for_saves()
     state_bytes = sum(tensor.nbytes for tensor in tensors)
     return Saves(times, state_bytes, _size(fk.latest_checkpoint(folder / "ours")))
 

@@ -11,8 +11,8 @@ import pytest
 from bare import MAX_NORM, SCHEDULE, Size, loss_fn
 
 import forgekit as fk
+from forgekit.metrics import every_steps, layer_norms
 from forgekit.metrics.flops import Flops, Utilization
-from forgekit.run import every_steps, layer_norms
 
 SIZE = Size(dim=256, layers=4, seq_len=256, vocab_size=4096)
 STEPS, EVERY, MOST = 40, 10, 0.01
@@ -62,7 +62,7 @@ def measured(tmp_path_factory) -> dict[str, list[float]]:
             note(state, watch(state), show=False)
             times[STEP].append(time.perf_counter() - began)
             times[SEEING].append(clock.seconds - before)
-    assert len(fk.run.read_metrics(out / "metrics.jsonl")) == STEPS // EVERY
+    assert len(fk.metrics.read_metrics(out / "metrics.jsonl")) == STEPS // EVERY
     return times
 
 

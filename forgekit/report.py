@@ -253,7 +253,7 @@ def plot_expert_loads(
     if not run.names(f"{LOAD}.+"):
         raise ValueError(
             f"{metrics_path} has no {LOAD}... in it. Log them: "
-            "log.event(state, forgekit.run.expert_loads(state), show=False)."
+            "log.event(state, forgekit.metrics.expert_loads(state), show=False)."
         )
     figure = _loads_figure(run, title or f"Load of the experts of {run.folder}")
     return _write_png(figure, Path(png_path))

@@ -1,8 +1,7 @@
 """Train a model to prefer one answer to another (DPO), against a frozen reference; resumes.
 
-A line of the data is {"prompt": ..., "chosen": ..., "rejected": ...}, texts or messages. With the
-log-ratio r = log p(answer) - log p_reference(answer), summed over an answer's n scored tokens, and
-m = beta * (r_chosen - r_rejected), a step trains the mean over the global batch's pairs of
+Lines of the data are {"prompt": ..., "chosen": ..., "rejected": ...}. With r = log(p / p_reference)
+of an answer's n scored tokens and m = beta * (r_chosen - r_rejected), a step trains the mean of
     sigmoid   -log(sigmoid(m))
     hinge     max(0, 1 - m)
     ipo       (r_chosen / n_chosen - r_rejected / n_rejected - 1 / (2 * beta))^2
@@ -19,6 +18,7 @@ import torch
 
 import forgekit as fk
 from forgekit.config import key, load_config, to_dict
+from forgekit.huggingface import check_new_directory, export_tuned
 
 
 @attrs.frozen(kw_only=True)
@@ -117,7 +117,7 @@ def setup(config):
 
 def train(config, run):
     """Evaluate, step, log, save, export; stop cleanly on request."""
-    fk.run.check_new_directory(export=config.export, base=config.base)
+    check_new_directory(export=config.export, base=config.base)
     built, check = setup(config), fk.bad_step_policy("raise")
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
@@ -135,7 +135,7 @@ def train(config, run):
                 run.save(state)
         run.save(state)
         if config.export and not stop.requested:
-            log.message(fk.run.export_tuned(state, run.out, config.export, base=config.base))
+            log.message(export_tuned(state, run.out, config.export, base=config.base))
         run.end(state)
 
 

@@ -1,7 +1,6 @@
 """Fine-tune published weights on conversations, whole or through adapters; resumes automatically.
 
-A line of the data is {"messages": [...]}, or {"prompt": ..., "completion": ...}.
-
+Lines: {"messages": [...]}, or {"prompt": ..., "completion": ...}.
 python finetune.py base=path/to/model data.path=chats.jsonl lora.rank=16 export=tuned
 torchrun --nproc-per-node 8 finetune.py base=path/to/model data.path=chats.jsonl precision=bf16
 """
@@ -15,6 +14,7 @@ import torch
 
 import forgekit as fk
 from forgekit.config import key, load_config, to_dict
+from forgekit.huggingface import check_new_directory, export_tuned, read_base
 
 
 @attrs.frozen(kw_only=True)
@@ -89,7 +89,7 @@ def setup(config):
     """Build state, step and data, without taking a step."""
     mesh, stop = fk.build_mesh(config.mesh, device=config.device), fk.StopSignal()
     data, lora, lr = config.data, config.lora, config.optim.lr
-    tokenizer, spec = fk.run.read_base(config.base, config.new_tokens, has_adapters=lora.rank > 0)
+    tokenizer, spec = read_base(config.base, config.new_tokens, has_adapters=lora.rank > 0)
     read = partial(fk.data.chat_dataset, train_on=data.train_on, template=data.template)
     every = data.held_out_every
     dataset = read(data.path, tokenizer, config.seq_len, long=data.long, held_out_every=every)
@@ -115,7 +115,7 @@ def setup(config):
 
 def train(config, run):
     """Evaluate, step, log, save, export; stop cleanly on request."""
-    fk.run.check_new_directory(export=config.export, base=config.base)
+    check_new_directory(export=config.export, base=config.base)
     built, check = setup(config), fk.bad_step_policy("raise")
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
@@ -135,7 +135,7 @@ def train(config, run):
         run.save(state)
         if config.export and not stop.requested:
             export, base, new = config.export, config.base, config.new_tokens
-            log.message(fk.run.export_tuned(state, run.out, export, base=base, new_tokens=new))
+            log.message(export_tuned(state, run.out, export, base=base, new_tokens=new))
         run.end(state)
 
 

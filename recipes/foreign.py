@@ -55,7 +55,7 @@ def loss_fn(model, batch):
 def setup(config):
     """Build the model on meta, shard it by its own plan, and read each rank's shards."""
     mesh = fk.build_mesh(config.mesh)
-    model = fk.run.transformers_model(config.base, use_cache=False)
+    model = fk.huggingface.transformers_model(config.base, use_cache=False)
     vocab_size = model.config.vocab_size
     model = fk.parallelize(
         model,
@@ -81,7 +81,7 @@ def setup(config):
 
 def train(config, run):
     """Step, log, save; write the result for transformers."""
-    fk.run.check_new_directory(export=config.export, base=config.base)
+    fk.huggingface.check_new_directory(export=config.export, base=config.base)
     built = setup(config)
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
@@ -97,7 +97,9 @@ def train(config, run):
                 run.save(state)
         run.save(state)
         if config.export and not stop.requested:
-            log.message(fk.run.export_tuned(state, run.out, config.export, base=config.base))
+            log.message(
+                fk.huggingface.export_tuned(state, run.out, config.export, base=config.base)
+            )
         run.end(state)
 
 

@@ -131,7 +131,7 @@ def train(config, run):
             state, metrics = step(state, batches)
             check(log(state, metrics))
             if fk.every(config.loads_every, state):
-                log.event(state, fk.run.expert_loads(state), show=False)
+                log.event(state, fk.metrics.expert_loads(state), show=False)
             if fk.every(config.save_every, state):
                 run.save(state)
         if run.end(state):

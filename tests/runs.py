@@ -237,7 +237,7 @@ def launch(
 def rows_of(out: Path) -> list[dict[str, Any]]:
     """Rows of ``metrics.jsonl``; none if it is not there yet."""
     path = out / "metrics.jsonl"
-    return fk.run.read_metrics(path) if path.exists() else []
+    return fk.metrics.read_metrics(path) if path.exists() else []
 
 
 def last_step(out: Path) -> int:

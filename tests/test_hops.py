@@ -81,7 +81,7 @@ def test_a_row_of_metrics_goes_through_four_files(tmp_path):
 
 def test_a_report_goes_through_three_files(tmp_path):
     run = report_runs.write_run(tmp_path / "run")
-    rows = fk.run.read_metrics(run / "metrics.jsonl")
+    rows = fk.metrics.read_metrics(run / "metrics.jsonl")
     drawn = "step", "train/loss", "moe/load/layers.1.feed_forward"  # a chart of each kind
     kept = [{key: value for key, value in row.items() if key in drawn} for row in rows]
     report_runs.lines(run / "metrics.jsonl", kept)

@@ -148,13 +148,14 @@ def test_recipes_use_public_names_alone():
     for path in recipes:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "fk":
-                public = node.attr in dir(fk)
+                public = node.attr in (*dir(fk), *fk._ROOMS)
                 assert public, (path.name, node.attr)
         for module, names in _imports(path):
             if module.startswith("forgekit"):
-                public = module in ("forgekit", "forgekit.config")
-                assert public, (path.name, module)
-                assert module != "forgekit" or set(names) <= set(fk.__all__), (path.name, names)
+                room = module.removeprefix("forgekit.")
+                public = names_of(room) if room in ROOMS else fk.config.__all__
+                assert room in (*ROOMS, "forgekit", "config"), (path.name, module)
+                assert room == "forgekit" or set(names) <= set(public), (path.name, names)
             assert not module.startswith("recipes"), path.name
 
 

@@ -33,7 +33,7 @@ def loss_fn(teacher, model, batch):
 
 
 state = Distilling.create(student, fk.adamw(student), teacher=teacher.requires_grad_(False))
-step = fk.make_step(partial(loss_fn, state.teacher), schedule=fk.constant(1e-2))
+step = fk.make_step(partial(loss_fn, state.teacher), schedule=fk.optim.constant(1e-2))
 before = teacher.output.weight.clone()
 losses = []
 for seed in range(40):

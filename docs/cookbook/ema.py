@@ -23,15 +23,15 @@ def rows(seed, noise):
 
 torch.manual_seed(0)
 model = torch.nn.Linear(16, 1)
-state = fk.TrainState.create(model, fk.adamw(model), average=fk.EMA(0.98))
-step = fk.make_step(loss_fn, schedule=fk.constant(0.05))
+state = fk.TrainState.create(model, fk.adamw(model), average=fk.optim.EMA(0.98))
+step = fk.make_step(loss_fn, schedule=fk.optim.constant(0.05))
 for number in range(300):
     state, _ = step(state, [rows(number, noise=2.0)])
 
 held_out = [rows(seed, noise=0.0) for seed in range(1000, 1010)]
 weights = model.weight.clone()
 plain = fk.evaluate(state, held_out, loss_fn)["loss"]
-with fk.averaged(state):
+with fk.evaluation.averaged(state):
     average = fk.evaluate(state, held_out, loss_fn)["loss"]
 print(f"error of the weights {plain:.3f}, of their average {average:.3f}")
 print(f"weights back {torch.equal(model.weight, weights)}")

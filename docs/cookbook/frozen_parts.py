@@ -31,7 +31,7 @@ ids = torch.randint(32, (8, 17), generator=torch.Generator().manual_seed(0))
 batch = TensorDict({"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, [8])
 before = {name: parameter.clone() for name, parameter in model.named_parameters()}
 state = fk.TrainState.create(model, optimizer)
-step = fk.make_step(loss_fn, schedule=fk.constant(1e-3))
+step = fk.make_step(loss_fn, schedule=fk.optim.constant(1e-3))
 state, metrics = step(state, [batch])
 
 for name in ("embedding.weight", "layers.0.attention.query.weight", "output.weight"):

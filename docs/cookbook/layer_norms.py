@@ -26,7 +26,7 @@ def rows(step):
 
 model = fk.Transformer(spec, seed=0)
 state = fk.TrainState.create(model, fk.adamw(model))
-schedule = fk.constant(1e-3)
+schedule = fk.optim.constant(1e-3)
 while state.step < 3:
     totals = fk.accumulate(state, rows(state.step).split(4), loss_fn)
     totals = fk.reduce_totals(totals, state)

@@ -53,7 +53,7 @@ rows = torch.tensor([count(at, 1, 17) for at in range(32)])
 batch = TensorDict({"input_ids": rows[:, :-1], "labels": rows[:, 1:]}, [32])
 model = fk.Transformer(SPEC, seed=0)
 state = fk.TrainState.create(model, fk.adamw(model))
-step = fk.make_step(loss_fn, schedule=fk.constant(1e-2))
+step = fk.make_step(loss_fn, schedule=fk.optim.constant(1e-2))
 print("before: acc {:.2f}, acc_norm {:.2f}".format(*accuracies(model, tasks)))
 for _ in range(60):
     state, _ = step(state, [batch])

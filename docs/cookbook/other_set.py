@@ -27,7 +27,7 @@ def counting(seed, rows, by):
 
 model = fk.Transformer(spec, seed=0)
 state = fk.TrainState.create(model, fk.adamw(model))
-step = fk.make_step(loss_fn, schedule=fk.constant(1e-2))
+step = fk.make_step(loss_fn, schedule=fk.optim.constant(1e-2))
 while state.step < 40:
     state, _ = step(state, [counting(state.step, 8, by=1)])
 

@@ -97,7 +97,7 @@ def main():
     with built.stop, built.loader as loader:
         for batches in fk.groups(loader, micro_batches):
             state, metrics = built.step(state, batches)
-            if state.step in (1, config.steps) and fk.process_rank() == 0:
+            if state.step in (1, config.steps) and fk.mesh.process_rank() == 0:
                 print(f"step {state.step}  loss {metrics['loss']:.5f}")
             if state.step == config.steps:
                 break

@@ -36,7 +36,7 @@ def train(micro_batches):
     torch.manual_seed(0)
     model = Recurrent().double()
     state = fk.TrainState.create(model, torch.optim.AdamW(model.parameters()))
-    step = fk.make_step(loss_fn, schedule=fk.constant(1e-2))
+    step = fk.make_step(loss_fn, schedule=fk.optim.constant(1e-2))
     for number in range(5):
         state, _ = step(state, rows(number).split(micro_batches))
     return torch.cat([p.detach().flatten() for p in model.parameters()])

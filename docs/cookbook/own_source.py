@@ -45,7 +45,7 @@ def train(steps, directory):
     source = Numbers(seed=0)  # on several ranks: seed=fk.data_ranks(mesh)[0]
     state = Streaming.create(model, fk.adamw(model), source=source)
     state = fk.checkpoint_load(state, directory)
-    step = fk.make_step(loss_fn, schedule=fk.constant(0.05))
+    step = fk.make_step(loss_fn, schedule=fk.optim.constant(0.05))
     stream = iter(state.source)
     while state.step < steps:
         state, _ = step(state, [next(stream) for _ in range(2)])

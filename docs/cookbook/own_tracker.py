@@ -46,7 +46,7 @@ def train(steps):
     model = torch.nn.Linear(4, 1)
     state = fk.TrainState.create(model, fk.adamw(model))
     state = fk.checkpoint_load(state, "checkpoints")  # none there: the state as it is
-    step = fk.make_step(loss_fn, schedule=fk.constant(0.05))
+    step = fk.make_step(loss_fn, schedule=fk.optim.constant(0.05))
     tracker = CsvTracker("losses.csv", ["train/loss", "train/lr"])
     with fk.MetricsLog("run", start_step=state.step, every=10, trackers=(tracker,)) as log:
         while state.step < steps:

@@ -101,7 +101,7 @@ for cloud in (google, amazon, azure):
     model = torch.nn.Linear(2, 2)
     state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
     with fk.StopSignal(also=partial(cloud, host)) as stop:
-        step = fk.make_step(loss_fn, schedule=fk.constant(1e-3), stop=stop)
+        step = fk.make_step(loss_fn, schedule=fk.optim.constant(1e-3), stop=stop)
         while not stop.requested:
             state, metrics = step(state, [batch])
     print(f"{cloud.__name__}: {stop.reason}; asked {Service.asked} times", state.step > 3)

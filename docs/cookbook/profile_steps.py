@@ -23,7 +23,7 @@ def loss_fn(model, batch):
 
 model = fk.Transformer(spec, seed=0)
 state = fk.TrainState.create(model, fk.adamw(model))
-step = fk.make_step(loss_fn, schedule=fk.constant(1e-3))
+step = fk.make_step(loss_fn, schedule=fk.optim.constant(1e-3))
 ids = torch.randint(32, (8, 17), generator=torch.Generator().manual_seed(0))
 batch = TensorDict({"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, [8])
 

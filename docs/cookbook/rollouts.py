@@ -40,7 +40,7 @@ def loss_fn(model, batch):
 
 model = fk.Transformer(spec, seed=0)
 state = fk.TrainState.create(model, fk.adamw(model))
-step = fk.make_step(loss_fn, schedule=fk.constant(1e-2))
+step = fk.make_step(loss_fn, schedule=fk.optim.constant(1e-2))
 rewards, ratios = [], []
 for number in range(25):
     # a generator: the second micro-batch is sampled after the first one's backward

@@ -31,7 +31,7 @@ def train(steps):
     with fk.open_run("run", config) as run:
         model = fk.Transformer(SPEC, seed=0)
         state = fk.TrainState.create(model, fk.adamw(model))
-        step = fk.make_step(loss_fn, schedule=fk.constant(1e-2))
+        step = fk.make_step(loss_fn, schedule=fk.optim.constant(1e-2))
         with run.start(state, every=steps, total=steps) as log:
             for batches in islice(iter(lambda: [batch], None), steps):
                 state, metrics = step(state, batches)

@@ -26,14 +26,16 @@ def loss_fn(model, batch):
 
 
 sets = {"by_one": source(200, 1, seed=0), "by_three": source(100, 3, seed=1)}
-order = fk.make_order(
+order = fk.data.make_order(
     {name: len(rows) for name, rows in sets.items()}, weights={"by_one": 3, "by_three": 1}, seed=0
 )
-dataset = fk.mixture_dataset(sets, order)
+dataset = fk.data.mixture_dataset(sets, order)
 
 model = fk.Transformer(spec, seed=0)
 state = fk.TrainState.create(model, fk.adamw(model))
-step = fk.make_step(fk.losses_by_source(loss_fn, order.sources), schedule=fk.constant(1e-2))
+step = fk.make_step(
+    fk.steps.losses_by_source(loss_fn, order.sources), schedule=fk.optim.constant(1e-2)
+)
 seen = dict.fromkeys(order.sources, 0.0)
 with fk.make_loader(dataset, 8) as loader:
     for batches in islice(fk.groups(loader, 2), 25):

@@ -24,7 +24,9 @@ def train(spikes):
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
     state = fk.TrainState.create(model, fk.adamw(model, weight_decay=0.0))
-    step = fk.make_step(loss_fn, schedule=fk.constant(0.05), max_norm=float("inf"), spikes=spikes)
+    step = fk.make_step(
+        loss_fn, schedule=fk.optim.constant(0.05), max_norm=float("inf"), spikes=spikes
+    )
     left_out = 0
     for number in range(40):
         state, metrics = step(state, [rows(number)])
@@ -32,6 +34,9 @@ def train(spikes):
     return left_out, fk.evaluate(state, [rows(1000)], loss_fn)["loss"]
 
 
-for name, spikes in (("without", None), ("with", fk.SpikeLimit(sigmas=6, window=20, least=10))):
+for name, spikes in (
+    ("without", None),
+    ("with", fk.steps.SpikeLimit(sigmas=6, window=20, least=10)),
+):
     left_out, loss = train(spikes)
     print(f"{name} a limit: {left_out} left out, loss {loss:.4f}")

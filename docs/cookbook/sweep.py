@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 import forgekit as fk
-from forgekit.run import read_metrics
+from forgekit.metrics import read_metrics
 
 SPEC = fk.TransformerSpec(
     vocab_size=32, dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=32, max_seq_len=16

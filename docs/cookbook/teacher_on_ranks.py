@@ -50,10 +50,10 @@ rank, world = fk.data_ranks(mesh)
 teacher = sharded(mesh, 1, dim=32, ffn_dim=64).requires_grad_(False).eval()
 student = sharded(mesh, 0, dim=16, ffn_dim=32)
 state = Distilling.create(student, fk.adamw(student), mesh=mesh, teacher=teacher)
-step = fk.make_step(partial(loss_fn, state.teacher), schedule=fk.constant(1e-2))
+step = fk.make_step(partial(loss_fn, state.teacher), schedule=fk.optim.constant(1e-2))
 for number in range(30):
     batch = rows(number)[rank * 8 // world : (rank + 1) * 8 // world]
     state, metrics = step(state, [batch])
-    if number % 10 == 9 and fk.process_rank() == 0:
+    if number % 10 == 9 and fk.mesh.process_rank() == 0:
         print(f"step {state.step}  divergence from the teacher {metrics['loss']:.5f}")
 fk.shutdown()

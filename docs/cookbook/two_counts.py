@@ -1,6 +1,6 @@
 """One loss over tokens and one over rows: each is divided by its own number of targets.
 
-A step divides by one count. `fk.count_ahead` counts both kinds of targets before the first
+A step divides by one count. `fk.steps.count_ahead` counts both kinds of targets before the first
 backward, so the second loss can be rescaled exactly, however the rows are divided.
 """
 
@@ -41,7 +41,7 @@ def gradient(batches):
         "tokens": lambda batch: (batch["labels"] != -100).sum(),
         "scores": lambda batch: batch["score"].isfinite().sum(),
     }
-    batches, counts = fk.count_ahead(state, batches, counters)
+    batches, counts = fk.steps.count_ahead(state, batches, counters)
 
     def loss_fn(model, batch):
         logits, score = model(batch["input_ids"])

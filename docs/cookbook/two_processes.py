@@ -32,10 +32,10 @@ with torch.device("meta"):
     model = fk.Transformer(spec)
 model = fk.parallelize(model, mesh, seed=0)
 state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh, seed=0)
-step = fk.make_step(loss_fn, schedule=fk.constant(1e-2))
+step = fk.make_step(loss_fn, schedule=fk.optim.constant(1e-2))
 for number in range(5):
     batch = rows(number)[rank * 8 // world : (rank + 1) * 8 // world]
     state, metrics = step(state, [batch])
-    if fk.process_rank() == 0:
+    if fk.mesh.process_rank() == 0:
         print(f"step {state.step}  loss {metrics['loss']:.5f}  norm {metrics['grad_norm']:.5f}")
 fk.shutdown()

@@ -141,7 +141,7 @@ def _replay(options: argparse.Namespace) -> int:
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a run's file, which may not exist."""
-    from forgekit.run import read_metrics
+    from forgekit.metrics import read_metrics
 
     try:
         rows = read_metrics(path) if path.is_file() else []

@@ -37,7 +37,7 @@ def averaged(state: TrainState) -> Iterator[TrainState]:
         Both losses of a held-out set::
 
             log(state, fk.evaluate(state, held_out, loss_fn, name="weights"))
-            with fk.averaged(state):
+            with fk.evaluation.averaged(state):
                 log(state, fk.evaluate(state, held_out, loss_fn, name="average"))
     """
     values = _averages(state)

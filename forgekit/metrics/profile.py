@@ -34,7 +34,7 @@ class Profile:
     Examples:
         A recipe's loop::
 
-            with fk.run.Profile(run.out, first=11) as profile:
+            with fk.metrics.Profile(run.out, first=11) as profile:
                 for batches in groups:
                     state, metrics = step(state, batches)
                     profile(state)

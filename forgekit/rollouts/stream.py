@@ -68,7 +68,7 @@ class RolloutStream:
     It is the ``end`` of ``groups`` and ``make_step`` too, and belongs in a field of the state, so
     that checkpoints hold which samples they have trained::
 
-        stream = fk.RolloutStream(source, batch_size=4, mesh=mesh, stop=stop)
+        stream = fk.rollouts.RolloutStream(source, batch_size=4, mesh=mesh, stop=stop)
         step = fk.make_step(loss_fn, schedule=schedule, stop=stop, end=stream)
         for batches in fk.groups(stream, micro_batches, end=stream):
             state, metrics = step(state, batches)

@@ -238,8 +238,8 @@ def _notes(expected: RankResult, start: dict[str, str]) -> Iterator[str]:
     if others:
         yield (
             f"setup gave {len(others)} parameters (first: {others[0]}) other initial values in one "
-            "process; those of the layout were taken for both. fk.init_weights fills a model alike "
-            "in every layout."
+            "process; those of the layout were taken for both. fk.model.init_weights fills a model "
+            "alike in every layout."
         )
     if expected.is_random:
         yield "the model or the loss draws random numbers, which differ between layouts."

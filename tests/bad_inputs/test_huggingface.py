@@ -306,7 +306,7 @@ def test_no_code_of_a_directory_runs(saved, tmp_path, monkeypatch):
     fk.load_huggingface(fk.Transformer(fk.huggingface_spec(saved)), saved)
     change(saved / "config.json", model_type="own")
     with pytest.raises(fk.CheckpointError, match=r"^transformers cannot build .* custom code whi"):
-        fk.run.transformers_model(saved)
+        fk.huggingface.transformers_model(saved)
     settings = {"auto_map": {"AutoTokenizer": ["code.Own", None]}, "tokenizer_class": "Own"}
     (saved / "tokenizer_config.json").write_text(json.dumps(settings))
     chats = tmp_path / "chats.jsonl"

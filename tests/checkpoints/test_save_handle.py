@@ -32,7 +32,7 @@ def gate(monkeypatch):
     monkeypatch.setattr(os, "fsync", held)
     yield opened, reached, failing
     opened.set()
-    fk.run.wait_for_saves()
+    fk.checkpoints.wait_for_saves()
 
 
 def test_a_save_waits_for_the_run_that_it_belongs_to_and_for_no_other(tmp_path, gate):
@@ -46,12 +46,12 @@ def test_a_save_waits_for_the_run_that_it_belongs_to_and_for_no_other(tmp_path, 
         done = fk.checkpoint_save(second, tmp_path / "second").wait()
         assert done.name == f"step_{step:08d}"
         second = train(second, 1)
-    fk.run.wait_for_saves(second)
+    fk.checkpoints.wait_for_saves(second)
     assert not held.done
     threading.Timer(0.05, opened.set).start()
     # Loading waits for what another state of the process is saving.
     assert_same(everything(fk.checkpoint_load(build(), tmp_path / "first")), expected)
-    fk.run.wait_for_saves(train(first, 1))
+    fk.checkpoints.wait_for_saves(train(first, 1))
     assert held.done
 
 
@@ -62,22 +62,25 @@ def test_without_a_state_running_saves_are_waited_for_and_raise(tmp_path, gate):
     failing.append(OSError(5, "Input/output error"))
     threading.Timer(0.05, opened.set).start()
     with pytest.raises(fk.CheckpointError, match="Input/output error"):
-        fk.run.wait_for_saves()
+        fk.checkpoints.wait_for_saves()
     assert pending.done
-    fk.run.wait_for_saves()
+    fk.checkpoints.wait_for_saves()
 
 
 def test_a_failure_nobody_waited_for_is_raised_once_in_its_own_run_alone(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     first, second = build(seed=3), build(seed=5)
     message = "step 0 could not be saved to .*/file/checkpoints: Not a directory"
-    for use in (lambda: fk.checkpoint_save(first, tmp_path), lambda: fk.run.wait_for_saves(first)):
+    for use in (
+        lambda: fk.checkpoint_save(first, tmp_path),
+        lambda: fk.checkpoints.wait_for_saves(first),
+    ):
         fk.checkpoint_save(first, tmp_path / "file" / "checkpoints")
         fk.checkpoint_save(second, tmp_path / "good", blocking=True)
         with pytest.raises(fk.CheckpointError, match=message):
             use()
         assert "could not be saved" in caplog.text
-        fk.run.wait_for_saves(first)
+        fk.checkpoints.wait_for_saves(first)
     assert fk.checkpoint_save(first, tmp_path / "good").wait().name == "step_00000000"
 
 
@@ -89,7 +92,7 @@ def interleave(rank, world, folder):
             runs[seed] = train(state, 1)
             fk.checkpoint_save(runs[seed], folder / str(seed), keep=None)
     for seed, state in runs.items():
-        fk.run.wait_for_saves(state)
+        fk.checkpoints.wait_for_saves(state)
         expected = everything(train(build(world, seed=seed), 2))
         assert_same(everything(state), expected)
         assert_same(everything(fk.checkpoint_load(build(world), folder / str(seed))), expected)

@@ -206,7 +206,7 @@ def log_rows(_rank, _world, out, device):
                 with log.outside(state.targets.device):  # steps that are queued still take a while
                     assert device == "cpu" or waited.pop()
                     log.event(state, {"eval/here/loss": 1.0 + index})
-    return fk.run.read_metrics(out / "metrics.jsonl")
+    return fk.metrics.read_metrics(out / "metrics.jsonl")
 
 
 def test_rows_are_those_of_the_cpu(tmp_path):

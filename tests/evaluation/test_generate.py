@@ -401,7 +401,9 @@ def test_a_sample_is_kept_under_its_step_by_the_first_rank(tmp_path, monkeypatch
     model = nn.Sequential(Chain(), nn.Linear(10, 10, bias=False))
     nn.init.eye_(model[1].weight)
     state = fk.donate(alone(model), step=120)
-    text = fk.run.write_sample(state, tmp_path, Letters(), "cd", temperature=0, max_new_tokens=3)
+    text = fk.evaluation.write_sample(
+        state, tmp_path, Letters(), "cd", temperature=0, max_new_tokens=3
+    )
     kept = {path.name: path.read_text() for path in tmp_path.glob("samples/*")}
     assert text == "cdefg"
     assert kept == ({"step_00000120.txt": "cdefg"} if rank == 0 else {})

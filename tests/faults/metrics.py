@@ -55,7 +55,7 @@ def _rows(rank: int, world: int) -> list[dict[str, Any]]:
                     state, metrics = step(state, mine)
                     USER["log"](log, state, metrics)
             dist.barrier()
-        return fk.run.read_metrics(folder / "metrics.jsonl")
+        return fk.metrics.read_metrics(folder / "metrics.jsonl")
 
 
 @cache

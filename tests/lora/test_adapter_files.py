@@ -258,7 +258,7 @@ def test_an_export_has_adapters_of_experts_merged_and_none_beside_it(tmp_path):
     )
     state = alone(move(model))
     expected = model(IDS)
-    fk.run.export_tuned(state, tmp_path / "run", tmp_path / "tuned", base=tmp_path / "base")
+    fk.huggingface.export_tuned(state, tmp_path / "run", tmp_path / "tuned", base=tmp_path / "base")
     opened = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").eval()
     assert distance(logits_of(opened, IDS), expected) < 1e-5
     assert not (tmp_path / "run" / "adapter").exists()

@@ -9,7 +9,7 @@ from lab import alone, full_tensors, is_kept, lay_out, relative_error
 from pool import run_again
 
 import forgekit as fk
-from forgekit.run import relora
+from forgekit.lora import relora
 
 IDS = torch.arange(20).reshape(2, 10)
 

@@ -22,7 +22,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import forgekit as fk
-from forgekit.run import every_steps, layer_norms
+from forgekit.metrics import every_steps, layer_norms
 
 SMALL = attrs.evolve(SPEC, vocab_size=38)  # two ranks can share it
 LAYOUTS = {

@@ -11,7 +11,7 @@ from pool import run_ranks
 from torch.profiler import record_function
 
 import forgekit as fk
-from forgekit.run import Profile
+from forgekit.metrics import Profile
 from forgekit.steps.ranges import named
 
 

@@ -14,11 +14,11 @@ from lab import alone, mean_gradients, relative_error, run_with_torchao
 from torch import nn
 
 import forgekit as fk
+from forgekit.lora import relora
 from forgekit.model.nf4 import pack, unpack
 from forgekit.parallel.activation_checkpoint import compile_blocks
 from forgekit.parallel.tensor.plan import read_plan
 from forgekit.ranks import CheckpointError
-from forgekit.run import relora
 
 TORCHAO = """
 import torch

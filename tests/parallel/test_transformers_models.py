@@ -265,7 +265,7 @@ def test_other_kinds_compute_what_transformers_does_and_are_written_as_they_were
     mesh, ids = fk.build_mesh(fk.MeshSpec(), device="cpu"), some_ids(32)
     for kind in TARGETS:
         theirs = save_model(kind, tmp_path / kind, **EVEN)
-        model = fk.run.transformers_model(tmp_path / kind, use_cache=False)
+        model = fk.huggingface.transformers_model(tmp_path / kind, use_cache=False)
         model = fk.parallelize(model, mesh, head="lm_head").eval()
         fk.load_huggingface(model, tmp_path / kind)
         assert torch.equal(model(ids).logits, theirs(ids).logits)

@@ -72,7 +72,7 @@ def runs(tokens, tmp_path_factory):
 
 def test_it_ends_as_if_the_samples_had_never_been_there(runs):
     found, expected = (
-        {row["step"]: row for row in fk.run.read_metrics(runs / name / "metrics.jsonl")}
+        {row["step"]: row for row in fk.metrics.read_metrics(runs / name / "metrics.jsonl")}
         for name in ("breaks", "knows")
     )
     assert list(found) == list(range(1, STEPS + 1))
@@ -123,7 +123,7 @@ def test_a_good_step_is_replayed_bitwise(runs):
     script = ["--script", str(runs / "breaks.py")]
     assert main(["replay", str(runs / "knows"), "--step", "7", *script]) == 0
     found = json.loads((runs / "knows" / "replay_step_7.json").read_text())
-    rows = {row["step"]: row for row in fk.run.read_metrics(runs / "knows" / "metrics.jsonl")}
+    rows = {row["step"]: row for row in fk.metrics.read_metrics(runs / "knows" / "metrics.jsonl")}
     assert found["loss"] == rows[7]["train/loss"]
     assert found["grad_norm"] == rows[7]["train/grad_norm"]
     assert (found["first_bad_output"], found["highest_bad_gradient"]) == (None, None)

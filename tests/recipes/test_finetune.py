@@ -124,7 +124,7 @@ def test_weights_are_exported_in_the_dtype_of_the_base(base, tmp_path):
     fk.save_huggingface(model, half, like=base, dtype=torch.bfloat16)
     state = fk.TrainState.create(fk.add_lora(model, rank=1), fk.adamw(model))
     fk.load_huggingface(model, half)
-    said = fk.run.export_tuned(state, tmp_path, tmp_path / "again", base=half)
+    said = fk.huggingface.export_tuned(state, tmp_path, tmp_path / "again", base=half)
     assert said == f"exported to {tmp_path / 'again'}, its adapters alone: {tmp_path / 'adapter'}"
     fk.merge_lora(model)  # which it is not any more
     one, other = (path / "model.safetensors" for path in (half, tmp_path / "again"))

@@ -32,7 +32,7 @@ def test_a_step_of_a_generators_batches_is_replayed_bitwise(name, small, tmp_pat
         script = str(recipes_folder() / f"{name}.py")
         assert main(["replay", str(run), "--step", "3", "--script", script]) == 0
     found = json.loads((run / "replay_step_3.json").read_text())
-    (row,) = (row for row in fk.run.read_metrics(run / "metrics.jsonl") if row["step"] == 3)
+    (row,) = (row for row in fk.metrics.read_metrics(run / "metrics.jsonl") if row["step"] == 3)
     assert found["loss"] == row["train/loss"]
     assert found["grad_norm"] == row["train/grad_norm"]
 

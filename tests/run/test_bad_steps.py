@@ -110,7 +110,7 @@ def test_two_ranks_go_back_together_to_what_one_process_finds(tmp_path):
         assert (skips, samples, targets) == (((28, 12),), 64, 64)
         for name, tensor in full_tensors(expected.model).items():
             torch.testing.assert_close(tensors[name], tensor, rtol=1e-6, atol=1e-6)
-    steps = [row["step"] for row in fk.run.read_metrics(tmp_path / "metrics.jsonl")]
+    steps = [row["step"] for row in fk.metrics.read_metrics(tmp_path / "metrics.jsonl")]
     assert steps == list(range(1, 17))
 
 

@@ -78,7 +78,7 @@ def logged(url):
     with local_copy(url) as copy:
         assert copy.name == url.name
         path = copy / "metrics.jsonl"
-        return [row["step"] for row in fk.run.read_metrics(path)], path.read_bytes()
+        return [row["step"] for row in fk.metrics.read_metrics(path)], path.read_bytes()
 
 
 def test_a_fresh_folder_gets_what_the_run_had(memory, tmp_path):

@@ -315,7 +315,7 @@ def test_what_is_saved_is_not_saved_again(tmp_path, stop):
         for step in (3, 3, 5):
             state = fk.donate(state, step=step)
             run.save(state)
-        fk.run.wait_for_saves(state)
+        fk.checkpoints.wait_for_saves(state)
         assert saved(tmp_path) == ["step_00000003", "step_00000005"]
         before = (tmp_path / "checkpoints" / "step_00000005").stat().st_ino
         run.end(state)
