@@ -15,9 +15,11 @@ import os
 import re
 import sys
 import sysconfig
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from types import MappingProxyType
@@ -49,8 +51,12 @@ SUFFIXES = (
 """Read from a folder, also compressed. A file passed by name is read whatever its suffix."""
 
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
+JSON = (*JSON_LINES, ".json")
 TABLES = {".csv": ",", ".tsv": "\t"}
 """Tables in text, by their delimiter."""
+
+BEGINNING = 2**16
+"""Bytes of a first line that say whether it begins an array."""
 
 DAMAGED = 2**62
 """The position in a file behind its damage, from which nothing more is read."""
@@ -145,7 +151,7 @@ class TextDocuments:
     @property
     def kinds(self) -> Counter[str]:
         """Count the files by what they are read as."""
-        return Counter(_kind(file, self.text_key) for file in self.files)
+        return Counter(_kind_of(file, self.text_key) for file in self.files)
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return ((r.name, r.content) for r in self.read() if isinstance(r.content, str))
@@ -173,40 +179,57 @@ def json_objects(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         ValueError: If a line is not UTF-8, or not one JSON object.
     """
-    kind = _kind(file, None)
-    read_kind = _READERS.get(kind, _lines)
-    for name, read, *_ in _until_damage(read_kind(file, 0, 0, None), file):
+    for name, read, *_ in _until_damage(_located(file, 0, 0, None), file):
         record: Any = read()
         if not isinstance(record, dict):
             raise ValueError(f"{name} is {brief(record)}; each must be one JSON object.")
         yield name, record
 
 
-def _kind(file: File, key: str | None) -> str:
-    """Say what a file is read as, by its suffix and, of JSON, by its first line."""
+def _kind_of(file: File, key: str | None) -> str:
+    """Say what a file is read as."""
     suffix = _plain_suffix(file)
-    if suffix == ".parquet" or suffix in TABLES:
-        return suffix[1:]
-    if suffix not in (*JSON_LINES, ".json"):
-        return "text"
+    if suffix not in JSON:
+        return suffix[1:] if suffix in (".parquet", *TABLES) else "text"
     try:
-        with opened(file) as lines:
-            filled = (line for line in lines if _without_bom(line).strip())
-            first = _without_bom(next(filled, b"")).strip()
-            is_alone = next(filled, None) is None
+        with opened(file) as stream:
+            return _kind_of_json(suffix, stream, key)
     except Exception as error:
         _damage_of(file, error)  # raises what is no damage; reading names that
         return "JSON lines"
+
+
+def _kind_of_json(suffix: str, stream: BinaryIO, key: str | None) -> str:
+    """Say what a file of JSON is read as, by its suffix and its first line."""
+    pieces = iter(partial(stream.readline, BEGINNING), b"")
+    filled = (piece for piece in pieces if _without_bom(piece).strip())
+    line = next(filled, b"")
+    first = _without_bom(line).strip()
     if re.match(rb"\[\s*(\{|$)", first) or (suffix == ".json" and first.startswith(b"[")):
         return "JSON array"
     if suffix in JSON_LINES:
         return "JSON lines"
+    line = line if line.endswith(b"\n") else line + stream.readline()
     try:
-        record = json.loads(first)
+        record = json.loads(_without_bom(line))
     except (ValueError, RecursionError):
         return "text" if key or not first.startswith(b"{") else "JSON array"
-    is_record = isinstance(record, dict) and (not is_alone or key is None or key in record)
+    is_record = isinstance(record, dict) and (key is None or key in record or any(filled))
     return "JSON lines" if is_record else "text"
+
+
+@contextmanager
+def _opened_as(file: File, key: str | None) -> Iterator[tuple[str, BinaryIO]]:
+    """Open a file at its beginning, once if that can be; say what it is read as."""
+    with opened(file) as stream:
+        suffix = _plain_suffix(file)
+        kind = _kind_of_json(suffix, stream, key) if suffix in JSON else _kind_of(file, key)
+        if stream.seekable():
+            stream.seek(0)
+            yield kind, stream
+            return
+    with opened(file) as stream:  # a zstd stream
+        yield kind, stream
 
 
 # A format locates documents from a position on: each reader parses its share. Without a key it
@@ -214,30 +237,38 @@ def _kind(file: File, key: str | None) -> str:
 # were read, and lines, elements or rows so far.
 
 
-def _located(file: File, position: int, number: int, key: str) -> Iterator[Located]:
+def _located(file: File, position: int, number: int, key: str | None) -> Iterator[Located]:
     if position == DAMAGED:
         return
-    kind = _kind(file, key)
-    if kind in _READERS:
-        yield from _READERS[kind](file, position, number, key)
-    elif not position:
+    suffix = _plain_suffix(file)
+    if suffix == ".parquet":
+        yield from _rows(file, position, key)
+        return
+    if key is None or suffix in (*JSON, *TABLES):
+        with _opened_as(file, key) as (kind, stream):
+            if key is None or kind != "text":
+                yield from _READERS.get(kind, _lines)(file, stream, position, number, key)
+                return
+    if key is not None and not position:
         yield str(file), partial(_text_of_file, file, key), (1, 1), file.stat().st_size
 
 
-def _lines(file: File, position: int, number: int, key: str | None) -> Iterator[Located]:
-    with opened(file) as lines:
-        _skip(lines, position)
-        for line in lines:
-            position, number = position + len(line), number + 1
-            if not line.isspace():
-                name = f"{file}:{number}"
-                yield name, partial(_record, line, name, key), (position, number), position
+def _lines(
+    file: File, lines: BinaryIO, position: int, number: int, key: str | None
+) -> Iterator[Located]:
+    _skip(lines, position)
+    for line in lines:
+        position, number = position + len(line), number + 1
+        if not line.isspace():
+            name = f"{file}:{number}"
+            yield name, partial(_record, line, name, key), (position, number), position
 
 
-def _array(file: File, position: int, number: int, key: str | None) -> Iterator[Located]:
+def _array(
+    file: File, stream: BinaryIO, position: int, number: int, key: str | None
+) -> Iterator[Located]:
     """Locate the elements of an array; its text is in memory as a whole, its values are not."""
-    with opened(file) as stream:
-        text = stream.read().decode("utf-8-sig")
+    text = stream.read().decode("utf-8-sig")
     size, values = file.stat().st_size, json.JSONDecoder()
     is_array = text.lstrip().startswith("[")
     start = re.compile(r"\s*" + r"\[?" * is_array + r"\s*")
@@ -255,34 +286,50 @@ def _array(file: File, position: int, number: int, key: str | None) -> Iterator[
         raise json.JSONDecodeError("Expecting ']' at the end", text, position)
 
 
-def _table(file: File, position: int, number: int, key: str | None) -> Iterator[Located]:
+def _table(
+    file: File, lines: BinaryIO, position: int, number: int, key: str | None
+) -> Iterator[Located]:
     """Locate the rows of a table in text whose first row names its columns."""
-    csv.field_size_limit(2**31 - 1)  # of the process, and 131,072 characters else
     read = 0
 
-    def decoded(lines: BinaryIO) -> Iterator[str]:
+    def decoded() -> Iterator[str]:
         nonlocal read
         for line in lines:  # a row takes its own lines and none ahead
             read += len(line)
             yield line.decode("utf-8-sig" if read == len(line) else "utf-8")
 
-    with opened(file) as lines:
-        options: Any = {"delimiter": TABLES[_plain_suffix(file)], "strict": True}
-        rows = csv.reader(decoded(lines), **options)
-        columns = next(filter(None, rows), [])
-        if key is not None:
-            check_column(str(file), key, columns)
-        if len(set(columns)) < len(columns):
-            raise ValueError(f"{file} names a column twice: {quoted(columns)}. Rename one.")
-        if position:
-            _skip(lines, position - read)
-            read = position
-        for row in filter(None, rows):
-            number += 1
-            cells: dict[str, Any] = dict(zip(columns, row, strict=False))
-            is_whole = len(row) == len(columns)
-            name = f"{file}[{number - 1}]"
-            yield name, partial(_cell, name, key, cells, is_whole), (read, number), read
+    options: Any = {"delimiter": TABLES[_plain_suffix(file)], "strict": True}
+    rows = filter(None, _unlimited(csv.reader(decoded(), **options)))
+    columns = next(rows, [])
+    if key is not None:
+        check_column(str(file), key, columns)
+    if len(set(columns)) < len(columns):
+        raise ValueError(f"{file} names a column twice: {quoted(columns)}. Rename one.")
+    if position:
+        _skip(lines, position - read)
+        read = position
+    for row in rows:
+        number += 1
+        cells: dict[str, Any] = dict(zip(columns, row, strict=False))
+        is_whole = len(row) == len(columns)
+        name = f"{file}[{number - 1}]"
+        yield name, partial(_cell, name, key, cells, is_whole), (read, number), read
+
+
+def _unlimited(rows: Iterator[list[str]]) -> Iterator[list[str]]:
+    """Yield rows with cells of any length: the limit is the process's, and lifted for one row."""
+    row: list[str] | None = []
+    while row is not None:
+        with _ONE_LIMIT:
+            limit = csv.field_size_limit(2**31 - 1)
+            try:
+                row = next(rows, None)
+            finally:
+                csv.field_size_limit(limit)
+        yield row or []
+
+
+_ONE_LIMIT = threading.Lock()
 
 
 def _cell(name: str, key: str | None, cells: dict[str, Any], is_whole: bool) -> Any:
@@ -302,7 +349,7 @@ def _skip(stream: BinaryIO, count: int) -> None:
             stream.read(min(2**20, count - start))
 
 
-def _rows(file: File, position: int, _: int, key: str | None) -> Iterator[Located]:
+def _rows(file: File, position: int, key: str | None) -> Iterator[Located]:
     parquet, size = require("pyarrow.parquet", extra="data"), file.stat().st_size
     is_local = isinstance(file, Path)
     source, options = file if is_local else file.open(), {"page_checksum_verification": True}
@@ -327,7 +374,7 @@ def _rows(file: File, position: int, _: int, key: str | None) -> Iterator[Locate
 
 
 _READERS = MappingProxyType(
-    {"JSON lines": _lines, "JSON array": _array, "csv": _table, "tsv": _table, "parquet": _rows}
+    {"JSON lines": _lines, "JSON array": _array, "csv": _table, "tsv": _table}
 )
 
 
