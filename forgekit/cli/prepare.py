@@ -35,9 +35,10 @@ def add_prepare(commands: Any) -> None:
     option("--text-key", metavar="KEY", default="text", help="key or column of the text (text)")
     option("--split", metavar="NAME", default="train", help="split of a dataset (train)")
     option("--skip-broken", action="store_true", help="leave out and count what cannot be read")
-    option("--tokenizer", metavar="FILE", type=Path, help="use this tokenizer.json, train none")
+    option("--tokenizer", metavar="PATH", help="use this tokenizer.json or its folder, train none")
     option("--workers", metavar="N", type=int, default=0, help="processes that encode (none)")
-    option("--eos-token", metavar="TOKEN", default="<|endoftext|>", help="closes a document")
+    closes = "closes a document (that of the tokenizer's folder, else <|endoftext|>)"
+    option("--eos-token", metavar="TOKEN", help=closes)
     prepare.set_defaults(command=_prepare)
 
 

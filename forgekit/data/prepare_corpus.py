@@ -48,6 +48,7 @@ from forgekit.data.tokenizer import (
     TOKENIZER,
     beginning_ids,
     encode_texts,
+    end_of_text,
     load_tokenizer,
     token_id,
     train_tokenizer,
@@ -105,7 +106,7 @@ def prepare(
     held_out_every: int = 20,
     progress: Progress | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
-    eos_token: str = END_OF_TEXT,
+    eos_token: str | None = None,
     sample_bytes: int = 2**28,
     shard_tokens: int = SHARD_TOKENS,
     workers: int = 0,
@@ -132,10 +133,11 @@ def prepare(
         progress: Called as ``progress(task, done, total)``, in bytes of the source; a total of 0 is
             unknown. The task is ``"tokenizer"``, then ``"tokens"``; then with ``workers`` from
             another thread.
-        tokenizer: Use this ``tokenizer.json`` instead of training one; its truncation and padding
-            are switched off.
-        eos_token: The token that closes each document. A token that the tokenizer's own encoding
-            puts before a text, such as ``<s>``, begins each.
+        tokenizer: Use this ``tokenizer.json``, or that of a model's directory, instead of training
+            one; its truncation and padding are switched off.
+        eos_token: The token that closes each document; by default the one that the settings beside
+            ``tokenizer.json`` name, as ``transformers`` reads them, else ``<|endoftext|>``. A token
+            that the tokenizer's own encoding puts before a text, such as ``<s>``, begins each.
         sample_bytes: Text to train the tokenizer on. A larger source is sampled at random over its
             whole length if it is plain files. Of compressed ones, whose text is longer than their
             size, the sample is from the beginning, as it is of a list or a Hugging Face dataset.
@@ -160,6 +162,8 @@ def prepare(
     if tokenizer is None:
         check_integers(vocab_size=(vocab_size, SMALLEST_VOCAB, LARGEST_VOCAB))
     given = None if tokenizer is None else load_tokenizer(tokenizer)
+    if eos_token is None:
+        eos_token = END_OF_TEXT if tokenizer is None else end_of_text(tokenizer)
     settings = [vocab_size, held_out_every, eos_token, sample_bytes, shard_tokens, PART_BYTES]
     facts = [*settings, given and given.to_str(), documents.fingerprint]
     begin = [] if given is None else beginning_ids(given)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -40,7 +41,14 @@ from forgekit.data.documents import (
 from forgekit.data.groups import count_micro_batches
 from forgekit.data.read_ahead import Reader, compute_ahead
 from forgekit.data.rows import Piece, fill_rows
-from forgekit.data.tokenizer import END_OF_TEXT, beginning_ids, encode_texts, token_id
+from forgekit.data.tokenizer import (
+    END_OF_TEXT,
+    beginning_ids,
+    encode_texts,
+    end_of_text,
+    load_tokenizer,
+    token_id,
+)
 from forgekit.terminal import printable
 
 log = logging.getLogger("forgekit")
@@ -77,8 +85,10 @@ def stream_documents(
             ``random_documents`` returns, or a list of texts or arrays.
         seq_len: Positions in a row.
         batch_size: Rows per rank and micro-batch.
-        tokenizer: Encodes texts: what ``load_tokenizer`` returns. None for token ids.
-        eos_id: The id that closes a document; by default that of a tokenizer trained here.
+        tokenizer: Encodes texts: what ``load_tokenizer`` returns, or the path that it takes. None
+            for token ids.
+        eos_id: The id that closes a document; by default that of ``eos_token`` in the settings
+            beside a tokenizer given by its path, else of ``<|endoftext|>``.
         rank: This data-parallel rank. The ranks share the documents, and so do the workers of
             torch's ``DataLoader``; none is read twice.
         world: Number of data-parallel ranks.
@@ -104,8 +114,12 @@ def stream_documents(
     check_rank(rank, world)
     check_integers(seq_len=(seq_len, 1), batch_size=(batch_size, 1), workers=(workers, 0, 1))
     check_integers(epochs=(1 if epochs is None else epochs, 1))
+    end = END_OF_TEXT
+    if isinstance(tokenizer, str | os.PathLike):
+        end = end if eos_id is not None else end_of_text(tokenizer)
+        tokenizer = load_tokenizer(tokenizer)
     if eos_id is None:
-        eos_id = token_id(tokenizer, END_OF_TEXT)
+        eos_id = token_id(tokenizer, end)
     rows = DocumentRows(
         as_documents(documents), tokenizer, eos_id, seq_len, batch_size, epochs, tuple(transforms)
     )

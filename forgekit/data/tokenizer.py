@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from forgekit.checks import brief, check_integers, quoted
 from forgekit.environment import require
-from forgekit.remote.urls import content_of, location_of
+from forgekit.remote.urls import Location, content_of, location_of
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TOKENIZER = "tokenizer.json"
+SETTINGS = ("special_tokens_map.json", "tokenizer_config.json")
+"""What stands beside it in a model's directory; of two that name a token the first counts."""
+
 END_OF_TEXT = "<|endoftext|>"
 """The token that closes each document; its id is 0 in tokenizers trained here."""
 
@@ -123,9 +126,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         FileNotFoundError: If there is none.
         ValueError: If the file is not a tokenizer.
     """
-    file = location_of("the tokenizer's path", path)
-    is_folder = file.is_dir() if isinstance(file, Path) else not file.endswith(".json")
-    file = file / TOKENIZER if is_folder else file
+    file = _file_at(path)
     if (content := content_of(file)) is None:
         raise FileNotFoundError(
             f"{file} does not exist. `forgekit prepare` writes one beside the tokens."
@@ -139,6 +140,38 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         ) from None
     tokenizer.encode_special_tokens = True
     return without_limits(tokenizer)
+
+
+def end_of_text(path: str | os.PathLike[str]) -> str:
+    """Name the token that closes documents: a model's directory says it beside the tokenizer.
+
+    Args:
+        path: The file or folder; see ``load_tokenizer``.
+
+    Returns:
+        ``eos_token`` as ``transformers`` reads it from ``special_tokens_map.json`` and
+        ``tokenizer_config.json``; ``<|endoftext|>`` if they name none.
+
+    Raises:
+        ValueError: If one of them is no JSON object.
+    """
+    file = _file_at(path)
+    for beside in (file.parent / name for name in SETTINGS if file.name == TOKENIZER):
+        try:
+            end = json.loads(content_of(beside) or b"{}").get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{beside} is no JSON object: {error}. Mend it, or pass eos_token."
+            ) from None
+        if end := end.get("content") if isinstance(end, dict) else end:
+            return end
+    return END_OF_TEXT
+
+
+def _file_at(path: str | os.PathLike[str]) -> Location:
+    file = location_of("the tokenizer's path", path)
+    is_folder = file.is_dir() if isinstance(file, Path) else not file.endswith(".json")
+    return file / TOKENIZER if is_folder else file
 
 
 def without_limits(tokenizer: Any) -> Any:

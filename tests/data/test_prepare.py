@@ -7,7 +7,8 @@ import os
 import shutil
 import signal
 import tracemalloc
-from itertools import chain
+from functools import partial
+from itertools import chain, product
 from unittest import mock
 
 import pytest
@@ -17,7 +18,7 @@ from texts import CORPUS, TEXTS, content_of, small_steps, write_lines
 from tokenizers.normalizers import NFC
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from forgekit.data import prepare_corpus
 from forgekit.data import stream as streaming
@@ -289,6 +290,74 @@ def test_ids_are_those_of_transformers_and_begin_as_its_own(tmp_path, monkeypatc
     assert ids.count(260) == 2  # what transformers makes of a special token in a text
     (_, plain), *_ = encode_texts(load_tokenizer(tmp_path / "own.json"), [("", "a<s>")])
     assert plain.tolist().count(260) == 1
+
+
+NAMED = {"eos_token": "</s>", "bos_token": "<s>"}
+DIRECTORIES = {  # files beside tokenizer.json
+    "nothing": {},
+    "no end": {"tokenizer_config": {"eos_token": None}},
+    "a name": {"tokenizer_config": NAMED},
+    "a token": {"tokenizer_config": {"eos_token": {"content": "</s>", "__type": "AddedToken"}}},
+    "a map": {"special_tokens_map": NAMED},
+    "a map and another": {"special_tokens_map": NAMED, "tokenizer_config": {"eos_token": "<s>"}},
+    "Llama": {"tokenizer_config": {**NAMED, "tokenizer_class": "LlamaTokenizerFast"}},
+    "GPT-2": {"tokenizer_config": {**NAMED, "eos_token": "<|endoftext|>"}},
+}
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_documents_begin_and_end_as_the_tokenizer_of_a_directory_says(tmp_path, name):
+    for number, (adds, said) in enumerate(
+        product(
+            ("$A", "<s> $A", "<s> $A </s>"), ({}, {"add_bos_token": True}, {"add_bos_token": False})
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        own = train_tokenizer(TEXTS, 260)
+        own.add_special_tokens(["<s>", "</s>"])
+        if adds != "$A":
+            specials = [("<s>", 260), ("</s>", 261)]
+            own.post_processor = TemplateProcessing(single=adds, special_tokens=specials)
+        own.save(str(folder / "tokenizer.json"))
+        files = DIRECTORIES[name]
+        for file in (*files, *(["tokenizer_config"] if said else [])):
+            settings = said if file == "tokenizer_config" else {}
+            (folder / f"{file}.json").write_text(json.dumps({**files.get(file, {}), **settings}))
+        theirs = AutoTokenizer.from_pretrained(folder)
+        end = 0 if theirs.eos_token_id is None else theirs.eos_token_id
+        expected = [theirs(text)["input_ids"] for text in ("one", "two")]
+        expected = [[*(ids[:-1] if ids[-1] == 261 else ids), end] for ids in expected]
+        pairs = [("a", "one"), ("b", "two")]
+        made = prepare(pairs, tmp_path / "out", tokenizer=folder, held_out_every=2)
+        read = [file.read(0, file.tokens).tolist() for file in (made.train, made.held_out)]
+        assert (read, made.train.eos_id) == (expected, end)
+        (batch,) = stream_documents(["one", "two"], 20, 1, tokenizer=folder, epochs=1)
+        ids = batch["input_ids"][batch["doc_ids"] >= 0].tolist()
+        assert ids == [*expected[0], *expected[1]][: len(ids)]
+        assert len(ids) >= len(expected[0] + expected[1]) - 1
+
+
+def test_the_end_that_a_directory_names_is_part_of_what_was_made(tmp_path):
+    own, pairs = beginning(), [("a", "one"), ("b", "two")]
+    own.save(str(tmp_path / "tokenizer.json"))
+    own.save(str(tmp_path / "own.json"))
+    made = partial(prepare, pairs, tmp_path / "out", held_out_every=2)
+    assert made(tokenizer=tmp_path).train.eos_id == 0
+    assert not made(tokenizer=tmp_path, eos_token="<|endoftext|>").is_new
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text('{"eos_token": "</s>"}')
+    assert made(tokenizer=tmp_path).train.eos_id == 261
+    assert not made(tokenizer=tmp_path / "tokenizer.json", eos_token="</s>").is_new
+    assert made(tokenizer=tmp_path / "own.json").train.eos_id == 0  # the settings are another's
+    settings.write_text('{"eos_token": "<unknown>"}')
+    with pytest.raises(ValueError, match="the tokenizer has no token '<unknown>'; its special"):
+        made(tokenizer=tmp_path)
+    for broken in ("[]", "{"):
+        settings.write_text(broken)
+        with pytest.raises(ValueError, match=r"_config.json is no JSON object: .*pass eos_token"):
+            stream_documents(pairs, 4, 1, tokenizer=tmp_path)
+        assert made(tokenizer=tmp_path, eos_token="<s>").train.eos_id == 260
 
 
 def test_a_token_that_begins_documents_is_part_of_what_was_made(tmp_path, monkeypatch):
