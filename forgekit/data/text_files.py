@@ -55,7 +55,7 @@ JSON = (*JSON_LINES, ".json")
 TABLES = {".csv": ",", ".tsv": "\t"}
 """Tables in text, by their delimiter."""
 
-BEGINNING = 2**16
+BEGINNING = 2**10
 """Bytes of a first line that say whether it begins an array."""
 
 DAMAGED = 2**62

@@ -135,9 +135,29 @@ def test_an_outage_while_texts_are_read_changes_none_and_a_file_that_changes_is_
     assert read + [text for _, text in texts] == TEXTS * 4
     texts = iter(text_documents(url))
     next(texts)
-    s3fs.S3FileSystem().pipe_file(f"{url}/a.jsonl", LINES[::-1])
+    bucket.fs.pipe_file("bucket/outage/a.jsonl", LINES[::-1])  # past the proxy
     with pytest.raises(OSError, match=r"a\.jsonl and Etag .* no longer exists"):
         list(texts)
+
+
+def test_a_file_of_records_is_opened_once_and_each_byte_is_requested_once(
+    bucket, tmp_path, monkeypatch
+):
+    array = json.dumps([{"text": text} for text in TEXTS]).encode()
+    rows = "".join(f'"{text}"\n' for text in ("text", *TEXTS)).encode()
+    files = {"a.jsonl": LINES, "b.json": LINES, "c.json": array, "d.jsonl": array, "e.csv": rows}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content))
+    monkeypatch.setattr("forgekit.remote.remote_files.FETCHED_BYTES", 1536)
+    url = bucket.upload(tmp_path, "once")
+    for name in sorted(path.name for path in tmp_path.iterdir() if path.is_file()):
+        documents = text_documents(f"{url}/{name}")
+        before = bucket.requests
+        assert [text for _, text in documents] == TEXTS
+        blocks = -(-documents.size // 1536)
+        assert blocks > ("gz" not in name)
+        assert bucket.requests - before == 1 + blocks, name
 
 
 @pytest.fixture(scope="module")
