@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import gzip
 import hashlib
 import importlib.metadata
 import json
@@ -153,6 +154,27 @@ def test_prepare_says_where_things_are_and_how_big(texts, here, capsys):
     assert main(["prepare", str(texts), *arguments]) == 0
     again = "tokens was made from the same files before and stays unchanged."
     assert capsys.readouterr().out.splitlines()[0] == again
+
+
+def test_prepare_says_what_files_of_each_kind_are_read_as(here, capsys):
+    from datasets import Dataset
+
+    said, folder = json.dumps({"text": "the cat and the dog, many times"}), Path("many")
+    folder.mkdir()
+    contents = {"a.jsonl": said, "b.json": said, "c.jsonlines": "", "d.NDJSON": f"{said}\n" * 2}
+    contents |= {"e.json": f"[{said}]", "f.jsonl": f"[\n{said},\n{said}]", "g.json": '{"a": 1}'}
+    contents |= {"h.py": "a = 1", "i.odd": "b", "j.csv": "text\nc\n", "k.tsv": "a\ttext\n1\td\n"}
+    for name, content in contents.items():
+        (folder / name).write_text(content)
+        (folder / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
+    Dataset.from_list([json.loads(said)] * 3).to_parquet(folder / "l.parquet")
+    files = sorted(map(str, folder.iterdir()))
+    capsys.readouterr()
+    assert main(["prepare", *files, "--out", "tokens", "--vocab", "300"]) == 0
+    counts = "23 files: 8 JSON lines, 6 text, 4 JSON array, 2 csv, 2 tsv, 1 parquet"
+    assert capsys.readouterr().err.splitlines()[0] == counts
+    documents = open_tokens("tokens").documents + open_tokens("tokens/heldout").documents
+    assert documents == 2 * (1 + 1 + 0 + 2 + 1 + 2 + 1 + 1 + 1 + 1 + 1) + 3
 
 
 def test_prepare_reads_other_keys_and_columns_and_leaves_out_what_is_broken(here, capsys):

@@ -38,6 +38,8 @@ LINE_FLAGS = ("weight", "sample_weight", "loss_weight", "mask_prompt")
 OTHER_FLAGS = ("train_on_inputs", "train_on_input", "train_on_prompt", "mask_history")
 """Keys of a line that say something else than is done here if they are 1."""
 
+ROLE_KEYS = ("role", "from")
+
 CONTEXT = ("tools", "chat_template_kwargs", "system")
 """Keys of a line that its conversation is rendered with."""
 
@@ -207,7 +209,8 @@ def _encode_pair(
             'a "prompt" unless both hold it.'
         )
     if "prompt" not in line and all(isinstance(line[key], list) for key in ("chosen", "rejected")):
-        first = _common_messages(line["chosen"], line["rejected"])
+        shorter = min(len(line["chosen"]), len(line["rejected"]))
+        first = min(_common_messages(line["chosen"], line["rejected"]), max(shorter - 1, 0))
         line = {**line, "prompt": line["chosen"][:first]}
         line.update({key: line[key][first:] for key in ("chosen", "rejected")})
     chosen = _answer(encoder, name, line, "chosen", {"rejected"})
@@ -244,6 +247,10 @@ def _conversation(
     if isinstance(answer, list):
         system = line.get("system")
         answer = [*prompt, *answer]
+        if system and isinstance(answer[0], dict) and "system" in map(answer[0].get, ROLE_KEYS):
+            raise ValueError(
+                f'{name} has a "system" and a first message of the system. Keep one of them.'
+            )
         if system:
             answer, prompt = [{"role": "system", "content": system}, *answer], ["", *prompt]
     tools, options = line.get("tools"), line.get("chat_template_kwargs")

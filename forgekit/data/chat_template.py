@@ -43,6 +43,9 @@ FLAGS += ("loss_scale", "masked")
 REASONING = {"reasoning_content", "reasoning", "thinking"}
 """Keys that ``transformers`` takes for one another."""
 
+WORDS_ELSEWHERE = {"value", "text", "parts", "message", "refusal"}
+"""Keys under which a message may hold what belongs under ``content``."""
+
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 RENDERING = ("conversation", "chat_template", "tools", "tokenize", "add_generation_prompt")
@@ -218,6 +221,11 @@ class ChatEncoder:
                 numbers.append(n)
             known = READ | (REASONING if REASONING & self._words else set())
             unread = clean[n].keys() - known - self._words
+            if clean[n].get("content") is None and (elsewhere := unread & WORDS_ELSEWHERE):
+                raise ValueError(
+                    f"{name}: message {n} has no content, but {quoted(elsewhere)}, which nothing "
+                    'reads. Write its words under "content".'
+                )
             self.unread.update(key for key in unread if clean[n][key] is not None)
         turns = [n for n, m in enumerate(clean) if n >= first and m["role"] == "assistant"]
         if self.train_on == "last":

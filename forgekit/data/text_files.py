@@ -259,7 +259,7 @@ def _lines(
     _skip(lines, position)
     for line in lines:
         position, number = position + len(line), number + 1
-        if not line.isspace():
+        if _without_bom(line).strip():
             name = f"{file}:{number}"
             yield name, partial(_record, line, name, key), (position, number), position
 
@@ -296,6 +296,8 @@ def _table(
         nonlocal read
         for line in lines:  # a row takes its own lines and none ahead
             read += len(line)
+            if b"\0" in line:
+                raise csv.Error("it holds a NUL byte, so it is cut off, binary or in UTF-16")
             yield line.decode("utf-8-sig" if read == len(line) else "utf-8")
 
     options: Any = {"delimiter": TABLES[_plain_suffix(file)], "strict": True}

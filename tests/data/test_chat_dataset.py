@@ -318,6 +318,20 @@ def test_both_answers_of_a_pair_are_neighbours_in_one_row(tmp_path, line):
     assert pairs == sorted([(good, bad), (good, bad), (bad, good)])
 
 
+def test_answers_that_begin_alike_or_are_alike_leave_each_its_last_message():
+    tokenizer = _tokenizer(CHATML)
+    chat = [USER, ANSWER, *MORE]
+    for chosen, rejected, targets in (
+        (chat, chat, ["Five.<|im_end|>"] * 2),
+        (chat, [*chat[:3], ANSWER], ["Five.<|im_end|>", "Four, I think.<|im_end|>"]),
+        (chat, chat[:2], ["Four, I think.<|im_end|>Five.<|im_end|>", "Four, I think.<|im_end|>"]),
+    ):
+        rows = preference_dataset([{"chosen": chosen, "rejected": rejected}], tokenizer, 256)
+        assert _targets(rows, tokenizer) == targets
+    same = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    assert len(_targets(preference_dataset([same], tokenizer, 64), tokenizer)) == 2
+
+
 def _targets(rows, tokenizer):
     """The text of the targets of each document."""
     return [tokenizer.decode([i for i in labels if i != -100]) for _, labels, _ in _documents(rows)]
@@ -509,6 +523,17 @@ FILES = {  # content of a file, and the targets of its documents or the refusal
     "white space around": (ONE.replace("Four.", " Four.\\n "), [" Four.\n <|im_end|>"]),
     "no messages": ('{"messages": []}', "has no assistant's turn to train; its roles are nothing"),
     "null messages": ('{"messages": null}', 'the keys "messages"; a line to train on'),
+    **{
+        f"words under {key}": (
+            ONE.replace('"content": "Four."', f'"{key}": "Four."'),
+            f'message 1 has no content, but "{key}", which nothing reads. Write',
+        )
+        for key in ("value", "text", "message", "refusal")
+    },
+    "words under value beside a role": (
+        ONE.replace("Four.", 'a", "value": "b'),
+        ["a<|im_end|>"],
+    ),
     "no role": (ONE.replace('"role": "user", ', ""), 'messages hold .* under "role"'),
 }
 SAID = {  # turns, and the targets
@@ -630,6 +655,9 @@ LINES = {
     ),
     'hold .*\'function_call\'.* "from" may be "human", "gpt"': (
         *(DROP, {"conversations": [{"from": "function_call", "value": "a"}]}),
+    ),
+    'a.jsonl:1 has a "system" and a first message of the system. Keep': (
+        *(DROP, {"messages": [{"role": "system", "content": "a"}, USER, ANSWER], "system": "a"}),
     ),
     "long is 'truncate'": (partial(preference_dataset, long="truncate"), LONG),
 }
