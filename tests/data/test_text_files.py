@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import json
 import lzma
 import os
 import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -239,6 +243,7 @@ def test_one_object_is_a_text_and_kinds_are_counted(tmp_path):
 
 
 LONG = "x" * 300_000
+zstd = partial(pa.Codec("zstd").compress, asbytes=True)
 SAID = {  # the bytes of a file, and its texts or what is said of it
     ("a.txt", "\ufeffa\r\nb\rc".encode()): ["a\r\nb\rc"],
     ("a.txt", "text".encode("utf-16")): "a.txt is not UTF-8|a.txt holds a NUL",
@@ -257,6 +262,10 @@ SAID = {  # the bytes of a file, and its texts or what is said of it
     ): "a.jsonl cannot be read: Expecting ']' at the",
     ("a.jsonl", b'{"text": "a"}\n\0\0'): "a.jsonl:2 cannot be read as JSON",
     ("a.jsonl.gz", gzip.compress(b'{"te') + gzip.compress(b'xt": "a"}')): ["a"],
+    ("a.jsonl.zst", zstd(b'{"te') + zstd(b'xt": "a"}\n') + zstd(b'{"text": "b"}')): ["a", "b"],
+    ("a.jsonl", b'{"text": "a"},\n'): "a.jsonl:1 cannot be read as JSON: Extra data at column 14",
+    ("a.jsonl", b'{"text": "a"}{"text": "b"}'): "a.jsonl:1 cannot be read as JSON: Extra data",
+    ("a.jsonl", b'{"text": "a"}\n[{"text": "b"}]'): "a.jsonl:2 has no string .text.",
     ("a.jsonl", b'{"text": "a\\u0000b"}'): ["a\x00b"],
     ("a.jsonl", f'{{"text": "{LONG}"}}'.encode()): [LONG],
     ("a.jsonl", b'{"text": null}'): "a.jsonl:1 has no string .text.",
@@ -293,3 +302,21 @@ def test_what_a_file_says_becomes_its_texts_or_is_refused(tmp_path, name, conten
     else:
         with pytest.raises(ValueError, match=said):
             list(text_documents(tmp_path / name))
+
+
+def test_cells_of_any_length_leave_the_limit_of_the_process_to_all_threads(tmp_path):
+    limit, interval = csv.field_size_limit(), sys.getswitchinterval()
+    files = [tmp_path / f"{number}.csv" for number in range(4)]
+    for file in files:
+        file.write_text("text\n" + f"{LONG}\n" * 20)
+    reading = iter(text_documents(files[0]))
+    next(reading)
+    assert csv.field_size_limit() == limit
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            texts = list(threads.map(lambda file: [t for _, t in text_documents(file)], files))
+    finally:
+        sys.setswitchinterval(interval)
+    assert texts == [[LONG] * 20] * 4
+    assert csv.field_size_limit() == limit
