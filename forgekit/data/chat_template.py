@@ -377,7 +377,7 @@ def flag_of(name: str, holder: Mapping[str, Any], keys: Iterable[str] = FLAGS) -
 
 
 def _is_target(name: str, message: Mapping[str, Any], role: str, words: Set[str]) -> bool:
-    unread = (k for k, v in message.items() if v is not None and k not in words.union(FLAGS))
+    unread = (k for k, v in message.items() if v is not None and k not in {*words, *FLAGS})
     if unknown := [key for key in unread if re.search("(^|_)(mask|loss|weight|train)", key)]:
         raise ValueError(
             f"{name} has {quoted(unknown)}, which may say what is trained, and is not known here. "

@@ -612,13 +612,18 @@ def test_lines_are_read_from_every_kind_of_file_and_dataset(tmp_path):
     parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in (USER, ANSWER)]
     parts[0]["content"] = [USER["content"][:5], {"type": "text", "text": USER["content"][5:]}]
     turns = {"user": "human", "assistant": "gpt"}
-    shared = [{"from": turns[m["role"]], "value": m["content"]} for m in (USER, ANSWER)]
+    turns |= {"tool": "observation"}
+
+    def shared(messages):
+        moved = [{"from": turns[m["role"]], "value": m["content"], **m} for m in messages]
+        return [{k: v for k, v in m.items() if k not in ("role", "content")} for m in moved]
+
     files = ["a.jsonl.gz", "a.jsonl.zst", "lines.json", "array.json", "a.parquet", "saved"]
     others = (
         [{**lines[0], "messages": parts}, lines[1]],
         [
-            {"conversations": shared, "tools": lines[0]["tools"]},
-            lines[1],
+            {"conversations": shared(lines[0]["messages"]), "tools": lines[0]["tools"]},
+            {"conversations": shared(lines[1]["messages"])},
         ],
     )
     sources = [*(tmp_path / f for f in files), dataset, dataset.to_iterable_dataset(), *others]
