@@ -292,6 +292,7 @@ def test_a_long_example_is_cut_dropped_or_refused(tmp_path, length):
     assert cut.counts.truncated == 1
     assert cut.counts.dropped == (targets == 0)
     assert cut.counts.trained == dropped.counts.trained + targets
+    assert cut.counts.tokens == dropped.counts.tokens + (length if targets else 0)
 
 
 PAIRS = {
@@ -566,6 +567,11 @@ def test_every_assistants_turn_is_trained_wherever_it_stands(name):
     assert ids == tokenizer.apply_chat_template(chat, return_dict=False)
     assert ids.count(tokenizer.bos_token_id) == len(chat)  # a token that a text holds is that token
     assert _targets(rows, tokenizer) == ["".join(f"<s>say {n}<|im_end|>" for n in wanted)]
+    tokenizer.split_special_tokens = True
+    example = ChatEncoder(tokenizer).completion("", "a<s>", "b<|im_end|>")
+    ids = tokenizer("a<s>b<|im_end|>", add_special_tokens=False)["input_ids"]
+    assert example.ids.tolist() == [*ids, tokenizer.eos_token_id]
+    assert tokenizer.bos_token_id not in ids
 
 
 def test_a_system_text_and_tools_of_a_line_are_rendered():
