@@ -6,6 +6,7 @@ torchrun --nproc-per-node 8 foreign.py base=DIRECTORY data.path=TOKENS mesh.tp=2
 
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import attrs
 
@@ -55,7 +56,7 @@ def loss_fn(model, batch):
 def setup(config):
     """Build the model on meta, shard it by its own plan, and read each rank's shards."""
     mesh = fk.build_mesh(config.mesh)
-    model = fk.huggingface.transformers_model(config.base, use_cache=False)
+    model: Any = fk.huggingface.transformers_model(config.base, use_cache=False)
     vocab_size = model.config.vocab_size
     model = fk.parallelize(
         model,

@@ -261,7 +261,7 @@ SAID = {  # the bytes of a file, and its texts or what is said of it
         b'[{"text": "a"}]\n[{"text": "b"}]',
     ): "a.jsonl cannot be read: Expecting ']' at the",
     ("a.jsonl", b'{"text": "a"}\n\0\0'): "a.jsonl:2 cannot be read as JSON",
-    ("a.jsonl.gz", gzip.compress(b'{"te') + gzip.compress(b'xt": "a"}')): ["a"],
+    ("a.jsonl.gz", gzip.compress(b'{"te', mtime=0) + gzip.compress(b'xt": "a"}', mtime=0)): ["a"],
     ("a.jsonl.zst", zstd(b'{"te') + zstd(b'xt": "a"}\n') + zstd(b'{"text": "b"}')): ["a", "b"],
     ("a.jsonl", b'{"text": "a"},\n'): "a.jsonl:1 cannot be read as JSON: Extra data at column 14",
     ("a.jsonl", b'{"text": "a"}{"text": "b"}'): "a.jsonl:1 cannot be read as JSON: Extra data",
