@@ -164,15 +164,21 @@ def release(modules: list[Any]) -> None:
 def reset_iteration(modules: list[Any]) -> None:
     """Bring FSDP back to rest after an exception in forward or backward, in place.
 
+    Gradients stay: an evaluation that raises between two calls of a step is none of the step's.
     ``FSDPModule.reset_iter_state`` does it since torch 2.13. Before, the trackers are cleared and
     the modules resharded by hand.
     """
+    groups = [group for module in modules for group in groups_of(module)]
+    # Torch forgets what was summed over shards and not yet over replicas.
+    partial_sums = [group._partial_reduce_output for group in groups]
     # None before the first forward, when there is nothing to reset yet.
     for root in (module for module in modules if module._get_fsdp_state()._is_root):
         if hasattr(root, "reset_iter_state"):
             root.reset_iter_state()
         else:
             _reset_by_hand(root)
+    for group, partial_sum in zip(groups, partial_sums, strict=True):
+        group._partial_reduce_output = partial_sum
 
 
 def _reset_by_hand(root: Any) -> None:

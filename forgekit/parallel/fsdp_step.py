@@ -62,6 +62,8 @@ class FsdpStep:
             sum_gradients(module)
         self._is_set_for = None
         _clear(self.walked, self._records)
+        for group in self._groups:
+            group._partial_reduce_output = None  # `reset_iteration` keeps it
 
     def before_forward(self, is_last: bool) -> None:
         """Say whether the coming backward is a step's last, which reduces all gradients."""
@@ -87,12 +89,12 @@ class FsdpStep:
 
         Args:
             model: Names the parameters.
-            is_reduced: Whether a backward was the step's last.
+            is_reduced: Whether the last backward reduced all gradients.
 
         Returns:
             Names of parameters whose gradients FSDP still holds back.
         """
-        if not is_reduced and self._sync != "every":
+        if not is_reduced:
             _add_zeros(self._records, to_all=self._sync == "hsdp_last")
             _set_sync(self.modules, self._sync, is_last=True)
             _reduce_without_backward(self.modules)

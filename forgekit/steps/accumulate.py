@@ -136,6 +136,7 @@ class StepInProgress:
     def __init__(self, state: TrainState, sync: Sync) -> None:
         layout = state.layout
         self._state = state
+        self._sync = sync
         self._sharded = FsdpStep(layout.roots(state.model), sync)
         self._steps = state.steps
         self._steps.latest = self  # an earlier step's gradients are cleared now
@@ -149,7 +150,8 @@ class StepInProgress:
         self._samples = 0
         self._rows_are_samples = True
         self._shares: tuple[tuple[Any, Any], ...] = ()
-        self._had_last = self._had_last_backward = False
+        self._elsewhere = 0  # micro-batches so far that other replica groups have
+        self._had_last = self._is_reduced = False
         self._phase: Literal["in progress", "over", "abandoned", "cleared"] = "in progress"
         self._totals: Totals | None = None
 
@@ -194,31 +196,36 @@ class StepInProgress:
         if self._had_last:
             raise ValueError("the last call of this step had last=True; end it, or leave that out.")
         self._had_last = last
-        layout, rows_before = self._state.layout, self._sums.rows
+        layout, rows_before, done = self._state.layout, self._sums.rows, self.micro_batches
+        first_number = first_number_of(batches) + self._elsewhere
         try:
             with mixing_tensors(layout), explaining():
                 if layout.stages is None:
-                    self._add_whole(batches, loss_fn, last)
+                    self._add_whole(batches, loss_fn, last, first_number)
                 else:
                     args = (self._state, batches, loss_fn, self._sums, self._routers)
-                    self._had_last_backward = accumulate_staged(*args, is_last=last) and last
+                    has_run = accumulate_staged(*args, is_last=last, first_number=first_number)
+                    self._is_reduced = has_run and last
         except BaseException:
             self._abandon()
             raise
-        self._count_samples(batches, self._sums.rows - rows_before)
+        self._count_samples(batches, self.micro_batches - done, self._sums.rows - rows_before)
 
-    def _count_samples(self, batches: Iterable[TensorDictBase], rows: int) -> None:
+    def _count_samples(self, batches: Iterable[TensorDictBase], count: int, rows: int) -> None:
         """Count the rows of all data-parallel ranks, or the samples that the batches tell."""
         _, world = data_ranks(self._state.mesh)
         samples, whole = samples_of(batches), whole_of(batches)
         self._samples += rows * world if samples is None else samples
         self._rows_are_samples &= samples is None
-        self._shares += () if whole is None else ((samples, whole),)
+        if whole is not None:
+            self._shares += ((samples, whole),)
+            self._elsewhere += whole[0] - count
 
-    def _add_whole(self, batches: Iterable[TensorDictBase], loss_fn: LossFn, last: bool) -> None:
+    def _add_whole(
+        self, batches: Iterable[TensorDictBase], loss_fn: LossFn, last: bool, first_number: int
+    ) -> None:
         """Run each micro-batch forward and backward through a model that this rank has whole."""
         state, sharded, device = self._state, self._sharded, self._state.targets.device
-        first_number = first_number_of(batches)
         for number, (batch, is_end) in enumerate(_with_last(batches), start=self.micro_batches):
             is_last = is_end and last
             sharded.before_forward(is_last)  # FSDP asks in forward whether backward reduces
@@ -231,7 +238,7 @@ class StepInProgress:
             with named("backward"):
                 loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
             self._sums.add(loss, rows=batch.batch_size[0])
-            self._had_last_backward = is_last
+            self._is_reduced = is_last or self._sync == "every"
             del loss  # its metrics may hold what its graph holds
 
     def end(self) -> Totals:
@@ -256,7 +263,7 @@ class StepInProgress:
             raise ValueError("a step got no micro-batch; every rank must provide at least one.")
         state, sums = self._state, self._sums
         # Before zeros are filled in: what was never reduced must not pass for unused.
-        unreduced = self._sharded.end(state.model, is_reduced=self._had_last_backward)
+        unreduced = self._sharded.end(state.model, is_reduced=self._is_reduced)
         _fill_unused(state)
         return sums.totals(
             state.loss_scale,

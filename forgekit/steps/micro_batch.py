@@ -70,12 +70,7 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
         TypeError: If it is no TensorDict with rows.
         ValueError: If the positions cannot be shared evenly.
     """
-    if not isinstance(batch, TensorDictBase) or not batch.batch_size:
-        raise TypeError(
-            f"a micro-batch is a {type(batch).__name__} with batch_size "
-            f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts with batch_size "
-            "[b], in a list. Use TensorDict(tensors, batch_size=[b])."
-        )
+    check_rows(batch)
     documents = layout.documents
     given = None if documents is None else batch.get("doc_ids", None)
     if layout.positions_multiple > 1:
@@ -91,6 +86,16 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
         is_here = given.device.type == "cpu"
         documents.note(batch["doc_ids"], given if is_here else documents.host(given))
     return batch
+
+
+def check_rows(batch: Any) -> None:
+    """Raise a TypeError unless a micro-batch is a TensorDict with rows."""
+    if not isinstance(batch, TensorDictBase) or not batch.batch_size:
+        raise TypeError(
+            f"a micro-batch is a {type(batch).__name__} with batch_size "
+            f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts with batch_size "
+            "[b], in a list. Use TensorDict(tensors, batch_size=[b])."
+        )
 
 
 def seed_micro_batch(state: TrainState, number: int, stage: int | None = None) -> None:

@@ -31,7 +31,6 @@ from forgekit.steps.micro_batch import (
     check_output,
     compute_loss,
     explaining,
-    first_number_of,
     length_of,
     seed_micro_batch,
     take_part,
@@ -53,6 +52,7 @@ def accumulate_staged(
     routers: StepRouters,
     *,
     is_last: bool,
+    first_number: int,
 ) -> bool:
     """Leave a step's summed raw gradient in the parameters of this rank's stages.
 
@@ -65,6 +65,7 @@ def accumulate_staged(
         sums: Gets the losses on the rank of the last stage, zeros on the others; all count rows.
         routers: Records what routers of experts count.
         is_last: Whether these are the step's last micro-batches; before them nothing is reduced.
+        first_number: What the number of each in the step is counted from, beside earlier calls'.
 
     Returns:
         Whether there was a micro-batch.
@@ -79,7 +80,7 @@ def accumulate_staged(
             stage began, or an exception has broken off an earlier schedule.
     """
     size = len(batches)  # pyright: ignore[reportArgumentType]  # a schedule has to know it
-    work = _Work(state, batches, size, loss_fn, None, sums, is_last, first_number_of(batches))
+    work = _Work(state, batches, size, loss_fn, None, sums, is_last, first_number)
     shape = work.start()
     if size:
         with routers.recording():

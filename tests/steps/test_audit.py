@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import attrs
+import numpy as np
 import pytest
 import torch
 from covering import in_turn
@@ -452,3 +455,46 @@ def test_a_metric_lets_its_graph_go():
     metrics = fk.step_metrics(totals, fk.clip(totals), lr=0.0)
     assert seen == [0, 0, 0]
     assert float(metrics["twice"]) == pytest.approx(2 * float(metrics["loss"]))
+
+
+def _draws(rank, world, audit):
+    """What a loss function draws in a first step, from the three default generators."""
+    random.seed(rank)
+    np.random.seed(rank)  # noqa: NPY002
+    drawn = []
+
+    def loss_fn(model, batch):
+        drawn.append((random.random(), np.random.rand(), float(torch.rand(()))))  # noqa: NPY002
+        return _loss(model, batch)
+
+    _step(loss_fn, audit=audit)(lay_out(_Model().double()), vectors(rank))
+    return drawn[-2:]
+
+
+def test_no_random_number_is_used_up():
+    assert run_again(_draws, 2, True) == run_again(_draws, 2, False)
+
+
+def _one_rank_fails(rank, world):
+    """The second rank's loss raises before the model, behind it, and with rows that are none."""
+    state = lay_out(_Model().double())
+
+    def fails(model, batch, *, late):
+        loss = _loss(model, batch) if late or not rank else None
+        if rank:
+            raise KeyError("reward")
+        return loss
+
+    error, match = (KeyError, "reward") if rank else (ValueError, "rank 1 at an exc.*reward")
+    kept = [
+        _keeps(state, _step(partial(fails, late=late)), vectors(rank), error, match)
+        for late in (False, True)
+    ]
+    with pytest.raises(TypeError, match="a micro-batch is a dict"):
+        fk.audit(state, dict(vectors(rank)[0]), _loss)
+    state, metrics = _step()(state, vectors(rank))
+    return [*kept, float(metrics["skipped"])]
+
+
+def test_all_ranks_raise_where_the_loss_of_one_does_in_a_first_step():
+    assert run_ranks(_one_rank_fails, 2) == [[True, True, 0.0]] * 2

@@ -131,6 +131,7 @@ CELLS = [
     ("dense", {"cp": 2}, (2, 2), {}, "last"),
     ("experts", {"dp_shard": 2, "ep": 2}, (2, 2), {}, "last"),
     ("dense", {"pp": 2}, (2, 2), {"pipeline_schedule": "zbv"}, "last"),
+    ("dense", {"pp": 2}, (2, 2), {}, "every"),
 ]
 
 
@@ -139,6 +140,78 @@ CELLS = [
 def test_several_parts_are_one_call_to_the_bit(kind, layout, cut, options, sync, knows_last):
     world = math.prod(size for name, size in layout.items() if name != "ep")
     run_again(compare, world, kind, layout, cut, options, sync, knows_last)
+
+
+def evaluates_badly(rank, world, layout, sync):
+    """An evaluation between two parts raises, and the caller goes on with the step."""
+    whole, parts = (build_state("dense", layout, {}) for _ in range(2))
+    for _ in range(2):
+        whole, expected = finish(whole, fk.accumulate(whole, rows(whole), loss_of, sync=sync))
+        with fk.begin_step(parts, sync=sync) as step:
+            step.add(rows(parts)[:2], loss_of)
+            with pytest.raises(KeyError, match="gone"):
+                fk.evaluate(parts, rows(parts)[:1], calls_and_fails)
+            step.add(rows(parts)[2:], loss_of)
+        parts, results = finish(parts, step.totals)
+        assert all(torch.equal(results[name], value) for name, value in expected.items())
+
+
+def calls_and_fails(model, batch):
+    loss_of(model, batch)
+    raise KeyError("gone")
+
+
+@pytest.mark.parametrize("sync", ["last", "hsdp_last"])
+def test_an_evaluation_that_raises_between_two_parts_loses_nothing(sync):
+    run_again(evaluates_badly, 2, HSDP, sync)
+
+
+def clears(rank, world, how):
+    """What clears a step's gradients and then raises has ended the step all the same."""
+    state = lay_out(fk.Transformer(EVEN)) if world > 1 else alone(fk.Transformer(EVEN))
+    weight = next(state.model.parameters())
+    step = fk.begin_step(state)
+    step.add(rows(state)[:1], loss_of)
+    if how == "hook":
+        hook = weight.register_hook(lambda gradient: gradient)
+        with pytest.raises(ValueError, match="has a gradient hook"):
+            fk.begin_step(state)
+        hook.remove()
+    else:
+        with pytest.raises(ValueError, match="ranks differ in seed"):
+            fk.audit(attrs.evolve(state, seed=rank), rows(state)[0], loss_of)
+    with pytest.raises(ValueError, match="this step is cleared"):
+        step.end()
+
+
+@pytest.mark.parametrize("how", ["hook", "audit"])
+def test_a_step_does_not_outlive_its_gradients(how):
+    run_again(clears, 2, how)
+
+
+class Shared(list):
+    """A replica group's part of a step of four micro-batches."""
+
+    def __init__(self, batches, low, high):
+        super().__init__(batches[low:high])
+        self.first_number, self.samples, self.whole = low, 2 * (high - low), (4, 2)
+
+
+def test_what_is_drawn_in_a_later_call_does_not_depend_on_who_has_which_micro_batch():
+    state, seen = alone(fk.Transformer(EVEN)), {}
+
+    def loss_fn(model, batch):
+        seen[cut].append(torch.initial_seed())
+        return loss_of(model, batch)
+
+    for cut in ((0, 4), (0, 1), (1, 4)):
+        seen[cut] = []
+        with fk.begin_step(state) as step:
+            step.add(Shared(rows(state), *cut), loss_fn)
+            step.add(Shared(rows(state), *cut), loss_fn)
+    assert len(set(seen[0, 4])) == 8
+    assert seen[0, 4][:4] == seen[0, 1][:1] + seen[1, 4][:3]
+    assert seen[0, 4][4:] == seen[0, 1][1:] + seen[1, 4][3:]
 
 
 def has_gradients(state):

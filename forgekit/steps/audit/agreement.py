@@ -86,6 +86,10 @@ class UnreducedError(RuntimeError):
         )
 
 
+class ModulesError(ValueError):
+    """Ranks that run a module together were not all at it; raised on all of them."""
+
+
 @attrs.frozen(kw_only=True)
 class Report:
     """What one rank is about to do.
@@ -211,7 +215,7 @@ def compare_modules(
             problem = next((p for *_, p in reports if p), None) or _find_apart(reports)
         if one == group and problem is None:
             return
-    raise ValueError(problem)
+    raise ModulesError(problem)
 
 
 def _find_apart(reports: Sequence[tuple[int, str, str | None]]) -> str | None:

@@ -7,12 +7,14 @@ its gradients are cleared, and random numbers and buffers are put back. What eve
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
 import attrs
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import nn
@@ -25,6 +27,7 @@ from forgekit.parallel.layout import world_of
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import begin_step
 from forgekit.steps.audit.agreement import (
+    ModulesError,
     RankGroup,
     Report,
     compare,
@@ -36,7 +39,7 @@ from forgekit.steps.audit.agreement import (
 from forgekit.steps.audit.plan import check_plan, keeping_buffers
 from forgekit.steps.audit.positions import check_positions
 from forgekit.steps.losses import Loss
-from forgekit.steps.micro_batch import LossFn
+from forgekit.steps.micro_batch import LossFn, check_rows
 
 
 class Finding(NamedTuple):
@@ -91,12 +94,14 @@ def audit(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> AuditRep
         What was compared. In one process nothing is.
 
     Raises:
+        TypeError: If the micro-batch is no TensorDict with rows.
         UnreducedError: On every rank, if gradients were never reduced, or the loss reads shards.
         ValueError: On every rank, if ranks differ, or would train another model than one rank.
     """
     world, layout = world_of(state.mesh), state.layout
     if world == 1:
         return AuditReport()
+    check_rows(batch)
     data = tuple(coordinate_of(state).get(name, 0) for name in DATA_DIMENSIONS)
     numbers = {name: repr(getattr(state, name)) for name in ("step", "samples", "seed")}
     rows = {("rows", "", data): digest_rows(batch)}
@@ -120,6 +125,9 @@ def audit(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> AuditRep
 def _leaving_no_trace(state: TrainState) -> Iterator[None]:
     """Forget gradients before and after the block, and put random numbers and buffers back."""
     device, roots = state.targets.device, state.layout.roots(state.model)
+    state.steps.latest = None  # whose gradients are forgotten as well
+    # A model that drops layers, or a loss function, may draw from these two.
+    python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     with (
         torch.random.fork_rng([device] if device.type != "cpu" else [], device_type=device.type),
         keeping_buffers(roots),
@@ -129,6 +137,8 @@ def _leaving_no_trace(state: TrainState) -> Iterator[None]:
             yield
         finally:
             clear_gradients(*roots)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)  # noqa: NPY002
 
 
 def _rehearse(
@@ -207,7 +217,15 @@ def _compare_forward(
     batch: TensorDictBase,
 ) -> Loss:
     """Compute a loss; the backward is not compared, as recomputation runs modules again."""
-    with _comparing(state, compared):
-        loss = loss_fn(model, batch)
+    try:
+        with _comparing(state, compared):
+            loss = loss_fn(model, batch)
+    except ModulesError:  # on all ranks
+        raise
+    except Exception as error:
+        # The other ranks are at a module, or at the end, and would wait for this one.
+        with suppress(ModulesError):
+            compare_modules(state.mesh, f"an exception ({type(error).__name__}: {error})")
+        raise
     compare_modules(state.mesh)
     return loss
