@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import attrs
 import torch
@@ -87,6 +87,34 @@ class OneGroup:
         return good
 
 
+class _Header(NamedTuple):
+    """Integers that the groups add up first, to learn whether they may add up the rest."""
+
+    groups: int
+    samples: int
+    problems: int
+    newcomers: int
+    digests: int
+    squares: int
+
+    @classmethod
+    def of(cls, samples: int, facts: str, *, has_problem: bool, is_new: bool) -> Self:
+        """Describe one group; ``facts`` have to be equal in all of them."""
+        digest = zlib.crc32(facts.encode()) >> 12  # twenty bits: a million squares fit into int64
+        return cls(1, samples, int(has_problem), int(is_new), digest, digest**2)
+
+    def over(self, replicas: Replicas, device: torch.device) -> tuple[bool, Self]:
+        """Add it to those of the other groups; return whether that worked, and the sums."""
+        numbers = torch.tensor(self, dtype=torch.int64, device=device)
+        good = replicas.sum([numbers])
+        return good, type(self)(*numbers.tolist())
+
+    @property
+    def is_alike(self) -> bool:
+        """Whether all groups have the same digest: by sums alone, and exactly."""
+        return self.groups * self.squares == self.digests**2
+
+
 @ranged
 def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Totals | None:
     """Add gradients, in place, and totals over the replica groups, and vote on the step.
@@ -116,31 +144,18 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
     problem = find_problem(totals, state)
     if problem is None and len({samples == 0 for samples, _ in shares}) > 1:
         problem = UNEVEN
-    held = parameters_of(state.optimizer)
-    gradients = [local(p.grad) for p in held if p.grad is not None]
-    keys = names_of(totals.sums)
-    sums = {key: totals[key] for key in keys}
-    if totals.samples == 0:  # what it has computed is another group's; its votes are its own
-        for value in gradients:
-            value.zero_()
-        sums |= {key: torch.zeros_like(sums[key]) for key in keys if not _is_vote(key)}
+    sums, gradients = _part_of(totals, state)
     vector = torch.cat([value.reshape(-1) for value in sums.values()])
     sizes = [whole for _, whole in shares]
     shards = [(shard.dtype, shard.numel()) for shard in gradients]
-    facts = repr((keys, len(vector), shards, state.step, state.samples, sizes))
-    # Twenty bits: a million squares fit into int64, and equal digests are told from others by sums
-    # alone, and exactly.
-    digest = zlib.crc32(facts.encode()) >> 12
+    facts = repr(([*sums], len(vector), shards, state.step, state.samples, sizes))
     is_new = state.agreed_names is None
-    header = [1, totals.samples, problem is not None, is_new, digest, digest**2]
-    numbers = torch.tensor(header, dtype=torch.int64, device=state.targets.device)
-    good = replicas.sum([numbers])
-    groups, samples, problems, newcomers, digests, squares = numbers.tolist()
-    is_alike = groups * squares == digests**2
-    if good and not (is_alike or problems) and (is_new or not newcomers):
-        problem = OTHER_SUMS.format(sums=", ".join(map(str, keys)), sizes=sizes)
-    good = good and is_alike and not problems
-    if good and groups > 1:
+    header = _Header.of(totals.samples, facts, has_problem=problem is not None, is_new=is_new)
+    good, header = header.over(replicas, state.targets.device)
+    if good and not (header.is_alike or header.problems) and (is_new or not header.newcomers):
+        problem = OTHER_SUMS.format(sums=", ".join(map(str, sums)), sizes=sizes)
+    good = good and header.is_alike and not header.problems
+    if good and header.groups > 1:
         good = _sum(replicas, [vector, *gradients])
     if not replicas.commit(good):
         reports = exchange(problem and str(problem), world_of(state.mesh))
@@ -151,7 +166,7 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
     pairs = zip(sums.items(), parts, strict=True)
     totals = with_sums(totals, {key: part.view(value.shape) for (key, value), part in pairs})
     checked = attrs.evolve(totals.checked, shares=None)
-    return attrs.evolve(totals, samples=samples, checked=checked)
+    return attrs.evolve(totals, samples=header.samples, checked=checked)
 
 
 SUMMED = (
@@ -167,6 +182,17 @@ OTHER_SUMS = (
     "(micro-batches, rows in each). All groups run one program with one loss and the same batch "
     "sizes; start this one as the others were."
 )
+
+
+def _part_of(totals: Totals, state: TrainState) -> tuple[dict[Any, Tensor], list[Tensor]]:
+    """Sums by name and shards of gradients; all but votes are zero for a surplus group."""
+    gradients = [local(p.grad) for p in parameters_of(state.optimizer) if p.grad is not None]
+    sums = {key: totals[key] for key in names_of(totals.sums)}
+    if totals.samples == 0:  # what it has computed is another group's; its votes are its own
+        for value in gradients:
+            value.zero_()
+        sums |= {key: torch.zeros_like(sums[key]) for key in sums if not _is_vote(key)}
+    return sums, gradients
 
 
 def _is_vote(key: str | tuple[str, ...]) -> bool:
