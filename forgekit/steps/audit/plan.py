@@ -203,36 +203,44 @@ class _Proof:
     def _check_part(
         self, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        """Run a part of a pipeline stage whole and sharded, before it runs as it is."""
+        whole = self._gather_inputs(args, kwargs)
+        with _with(part, {"forward": forward}):
+            try:
+                self._run_part(part, whole, is_whole=True)
+                self._run_part(part, (args, kwargs), is_whole=False)
+            except Exception as error:  # reported to the ranks of other stages, which would wait
+                raised = f"{type(error).__name__}: {error}"
+                problem = f"{self._names[part]!r} does not run as on one rank ({raised})"
+                self.problem = self.problem or problem
+        return forward(*args, **kwargs)
+
+    def _run_part(self, part: nn.Module, inputs: Any, *, is_whole: bool) -> None:
+        self.is_whole = is_whole
+        args, kwargs = inputs
+        with ExitStack() as stack:
+            for module in part.modules():
+                self._prepare(module, self._names[module], stack)
+            self._run(part, set(), *args, **kwargs)
+
+    def _gather_inputs(self, *inputs: Any) -> Any:
+        """Inputs as one rank would have them: joined, unless they are equal on all ranks."""
         tensors: list[Tensor] = []
-        _map(tensors.append, (args, kwargs))
+        _map(tensors.append, inputs)
         digests = [
             _state(_widen(full(t))).numbers.tolist() if t.is_floating_point() else 0
             for t in tensors
         ]
-        everywhere = self._gather_objects(digests)
-        is_alike = iter(
-            [all(d == one for d in digests) for one, *digests in zip(*everywhere, strict=True)]
-        )
+        by_tensor = zip(*self._gather_objects(digests), strict=True)
+        are_equal = iter([all(other == first for other in others) for first, *others in by_tensor])
 
         def gather(tensor: Tensor) -> Tensor:
-            if next(is_alike):
+            if next(are_equal):
                 return full(tensor)
             dim = 1 if self.layout.sequence > 1 and tensor.ndim > 2 else tensor.ndim - 1
             return self._join(tensor, dim)
 
-        given = {True: _map(gather, (args, kwargs)), False: (args, kwargs)}
-        with _with(part, {"forward": forward}):
-            try:
-                for self.is_whole, (one, more) in given.items():
-                    with ExitStack() as stack:
-                        for each in part.modules():
-                            self._prepare(each, self._names[each], stack)
-                        self._run(part, set(), *one, **more)
-            except Exception as error:  # told to the ranks of other stages, which would wait
-                raised = f"{type(error).__name__}: {error}"
-                told = f"{self._names[part]!r} does not run as on one rank ({raised})"
-                self.problem = self.problem or told
-        return forward(*args, **kwargs)
+        return _map(gather, inputs)
 
     def _run(self, module: nn.Module, units: set[nn.Module], *args: Any, **kwargs: Any) -> Any:
         """Run a module forward and backward; return what it returns, detached from its graph."""
