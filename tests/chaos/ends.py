@@ -105,5 +105,9 @@ if __name__ == "__main__":
             fk.shutdown()
             del other
             gc.collect()  # a state and its optimizer refer to each other
+            # A thread that was joined is listed until the kernel has taken it away.
+            end = time.monotonic() + 5
+            while scene != "stuck" and threads() and time.monotonic() < end:
+                time.sleep(0.01)
             assert scene == "stuck" or not threads(), threads()
     sys.exit(3)

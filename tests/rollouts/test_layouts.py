@@ -142,7 +142,9 @@ def build(kind: str) -> nn.Module:
     return model.double()
 
 
-def gradients_job(rank: int, world: int, layout: str, name: str, split: str, kind: str) -> Any:
+def gradients_job(
+    rank: int, world: int, layout: str, name: str, split: str, kind: str, audit: bool = False
+) -> Any:
     _, sizes, spec = LAYOUTS[layout]
     mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu") if world > 1 else None
     messages, size = rank_messages(*fk.data_ranks(mesh), kind), SPLITS[split]
@@ -153,6 +155,8 @@ def gradients_job(rank: int, world: int, layout: str, name: str, split: str, kin
         return LOSSES[name](log_probs_of(model, batch), batch)
 
     group = next(fk.groups(stream, -(-COUNT // size), end=stream))
+    if audit:
+        fk.audit(state, next(iter(group)), loss)
     totals = fk.reduce_totals(fk.accumulate(state, group, loss), state)
     pairs = [("metrics", f"rollout/{name}") for name in ("reward", "length")]
     means = [float(totals[*pair, "sum"] / totals[*pair, "count"]) for pair in pairs]
@@ -188,4 +192,4 @@ def test_gradients_are_those_of_the_full_batch(layout, name, split, kind):
 
 def test_ranks_with_slices_of_sequences_cannot_take_one_ratio_of_each():
     with pytest.raises(RankError, match="positions"):
-        run_ranks(gradients_job, 2, "cp2", "gspo", "3", "full")
+        run_ranks(gradients_job, 2, "cp2", "gspo", "3", "full", True)
