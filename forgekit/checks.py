@@ -100,11 +100,6 @@ def check_numbers(**numbers: tuple[Any, float]) -> None:
             raise ValueError(f"{name} is {brief(value)}; it must be finite and {bound}.")
 
 
-def is_number(value: Any) -> bool:
-    """Whether a value is a single real number of Python, numpy or torch; a bool is not one."""
-    return _number(value) is not None
-
-
 def _number(value: Any) -> float | None:
     """Convert a real number to float, ``inf`` if it is too large; None for anything else."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):  # text has none
