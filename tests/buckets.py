@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
@@ -111,23 +111,22 @@ class _Proxy(BaseHTTPRequestHandler):
             self._forward(body, fault)
 
     def _forward(self, body: bytes, fault: str | None) -> None:
-        line = http.client.HTTPConnection(*self.bucket.server)
-        line.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
-        for name, value in self.headers.items():
-            if name.lower() not in ("expect", "connection"):
-                line.putheader(name, value)
-        line.endheaders()
-        if fault == "torn":
-            with suppress(OSError):
-                line.send(body[: len(body) // 2])
-            line.close()
-            self.close_connection = True
-            return
-        if body:
-            line.send(body)
-        response = line.getresponse()
-        content = response.read()
-        line.close()
+        # Closed whatever happens: the bucket may end while a killed client's request is under way.
+        with closing(http.client.HTTPConnection(*self.bucket.server)) as line:
+            line.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in self.headers.items():
+                if name.lower() not in ("expect", "connection"):
+                    line.putheader(name, value)
+            line.endheaders()
+            if fault == "torn":
+                with suppress(OSError):
+                    line.send(body[: len(body) // 2])
+                self.close_connection = True
+                return
+            if body:
+                line.send(body)
+            response = line.getresponse()
+            content = response.read()
         if fault == "unheard":
             self.close_connection = True
             return

@@ -7,6 +7,7 @@ import threading
 
 import fakeredis
 import pytest
+from redis import Redis
 
 
 def free_port() -> int:
@@ -26,3 +27,10 @@ def redis_url():
     yield f"redis://127.0.0.1:{port}"
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture
+def redis(redis_url):
+    """A client of it, closed at the end: no later test meets its socket as garbage."""
+    with Redis.from_url(redis_url) as client:
+        yield client

@@ -33,8 +33,8 @@ def life(rank: int, world: int, *options: Any) -> list[int]:
 @pytest.mark.parametrize(
     "point", some_of(["started", "trained", "noted", "saved", "committed"], *REST)
 )
-def test_a_killed_trainer_goes_on_and_trains_each_message_once(tmp_path, redis_url, point):
-    source = RedisSource(redis_url)
+def test_a_killed_trainer_goes_on_and_trains_each_message_once(tmp_path, redis_url, redis, point):
+    source = RedisSource(redis)
     for number in range(7):
         source.put(message(number))
     source.end()
@@ -43,7 +43,7 @@ def test_a_killed_trainer_goes_on_and_trains_each_message_once(tmp_path, redis_u
     assert fk.latest_checkpoint(tmp_path) is not None
     (counts,) = run_ranks(life, 1, redis_url, str(tmp_path), 7)
     assert counts == [1] * 7
-    assert Redis.from_url(redis_url).xlen("rollouts") == 0
+    assert redis.xlen("rollouts") == 0
 
 
 class Server:
@@ -62,7 +62,8 @@ class Server:
         process = subprocess.Popen(["redis-server", *options], stdout=subprocess.DEVNULL)
         while True:
             try:
-                Redis.from_url(self.url).ping()
+                with Redis.from_url(self.url) as redis:
+                    redis.ping()
             except AwayError:
                 time.sleep(0.02)
             else:
@@ -115,8 +116,9 @@ def test_a_hundred_kills_of_trainer_generator_and_redis_lose_nothing(tmp_path):
         assert alive["trainer"].exitcode == 0
         (counts,) = run_ranks(life, 1, server.url, folder, total)
         assert counts == [1] * total
-        assert Redis.from_url(server.url).xlen("rollouts") == 0
-        assert not Redis.from_url(server.url).exists("rollouts:set_aside")
+        with Redis.from_url(server.url) as redis:
+            assert redis.xlen("rollouts") == 0
+            assert not redis.exists("rollouts:set_aside")
     finally:
         for process in alive.values():
             process.kill()

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from pool import run_again
-from redis import Redis
 from rollouts.answers import VOCABULARY, build_state, loss_fn, message, numbers, spoiling, train
 
 import forgekit as fk
@@ -180,15 +179,15 @@ def lives_job(rank: int, world: int, url: str, folder: str, is_killed: bool) -> 
     return seen
 
 
-def test_every_data_rank_goes_on_after_what_its_checkpoint_has_trained(redis_url, tmp_path):
-    source = RedisSource(redis_url)
+def test_every_data_rank_goes_on_after_what_its_checkpoint_has_trained(redis_url, redis, tmp_path):
+    source = RedisSource(redis)
     for number in range(9):
         source.put(message(number))
     source.end()
     lives = [run_again(lives_job, 2, redis_url, str(tmp_path), k) for k in (True, False)]
     assert all(seen for life in lives for seen in life)
     assert sorted(number for life in lives for seen in life for number in seen) == [*range(9)]
-    assert Redis.from_url(redis_url).xlen("rollouts") == 0
+    assert redis.xlen("rollouts") == 0
 
 
 def unwatched_job(rank: int, world: int) -> None:
