@@ -64,7 +64,8 @@ _FLAT = _MappingProxyType(
         " schedule_free with_phases wsd",
         "state": "DonatedStateError donate",
         "steps": "Correction OneGroup Part Replicas SpikeLimit Totals UnreducedError check_dpo"
-        " count_ahead document_log_probs dpo_loss linear_log_probs losses_by_source sum_replicas",
+        " count_ahead document_log_probs dpo_loss linear_log_probs losses_by_source"
+        " sparse_kl sum_replicas",
         "lora": "add_lora load_adapter merge_lora save_adapter unmerge_lora",
         "checkpoints": "Keep PendingSave",
         "huggingface": "huggingface_spec load_huggingface save_huggingface",

@@ -106,6 +106,7 @@ from forgekit.steps import document_log_probs as document_log_probs
 from forgekit.steps import dpo_loss as dpo_loss
 from forgekit.steps import linear_log_probs as linear_log_probs
 from forgekit.steps import losses_by_source as losses_by_source
+from forgekit.steps import sparse_kl as sparse_kl
 from forgekit.steps import sum_replicas as sum_replicas
 from forgekit.lora import add_lora as add_lora
 from forgekit.lora import load_adapter as load_adapter

@@ -2,6 +2,7 @@
 
 from forgekit.steps.losses import losses_by_source as losses_by_source
 from forgekit.steps.log_probs import linear_log_probs as linear_log_probs
+from forgekit.steps.sparse_kl import sparse_kl as sparse_kl
 from forgekit.steps.dpo import (
     check_dpo as check_dpo,
     document_log_probs as document_log_probs,

@@ -110,7 +110,7 @@ class _LinearLogProbs(Function):
         # See `measure_rows`; with the entropy also the logits weighed by the exponentials.
         parts = hidden.new_empty(4 if entropy else 3, len(hidden), dtype=wide(hidden.dtype))
         sampled = hidden.new_empty(len(hidden), dtype=parts.dtype) if batch_invariant else None
-        for rows in _chunks(hidden, weight):
+        for rows in chunks_of(hidden, weight):
             logits = _logits(hidden[rows], weight, temperature, by_tile=batch_invariant)
             mask_padding_(logits, columns)
             column, is_here = find_columns(labels[rows], is_target[rows], logits.shape[1], columns)
@@ -143,7 +143,7 @@ class _LinearLogProbs(Function):
         is_target = labels != IGNORED
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if needs_weight else None
-        for rows in _chunks(hidden, weight):
+        for rows in chunks_of(hidden, weight):
             log_p = _logits(hidden[rows], weight, ctx.temperature).sub_(log_z[rows, None])
             mask_padding_(log_p, ctx.columns)
             column, is_here = find_columns(
@@ -162,17 +162,23 @@ class _LinearLogProbs(Function):
             if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                part = keep_rows_(hidden[rows].clone(), is_target[rows])
-                if grad_weight.dtype == part.dtype:
-                    grad_weight.addmm_(gradient.T, part)
-                else:
-                    grad_weight += gradient.T @ part
+                add_product_(grad_weight, gradient, hidden[rows], is_target[rows])
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+def add_product_(total: Tensor, gradient: Tensor, hidden: Tensor, is_target: Tensor) -> None:
+    """Add ``gradient.T @ hidden`` of the rows with a target to ``total``, ``[v d]``."""
+    part = keep_rows_(hidden.clone(), is_target)
+    if total.dtype == part.dtype:
+        total.addmm_(gradient.T, part)
+    else:
+        total += gradient.T @ part
+
+
+def chunks_of(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """Divide rows, so that those of one part have a chunk of logits."""
     size = chunk_rows(weight)
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
