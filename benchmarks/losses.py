@@ -104,13 +104,14 @@ def peak_growth(name: str, size: LossSize) -> dict[str, float]:
     train(name, attrs.evolve(size, tokens=64, vocab_size=64))()  # libraries load on first use
     run = train(name, size)
     Path("/proc/self/clear_refs").write_text("5")  # forgets the highest value so far
-    before, began = _resident("VmRSS"), time.perf_counter()
+    before, began = resident("VmRSS"), time.perf_counter()
     run()
     seconds = time.perf_counter() - began
-    return {"mib": _resident("VmHWM") - before, "seconds": seconds}
+    return {"mib": resident("VmHWM") - before, "seconds": seconds}
 
 
-def _resident(what: str) -> float:
+def resident(what: str) -> float:
+    """MiB of a line of this process's status, such as its resident memory ``VmRSS``."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{what}:")) / 1024
 

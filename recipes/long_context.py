@@ -37,6 +37,7 @@ class Config:
     log_every: int = key(50, "Steps between two rows of metrics.", at_least=1)
     precision: fk.Precision = key("fp32", "fp32, bf16 or fp16; masters are float32.")
     activation_checkpoint: fk.ActivationCheckpoint = key("none", "What backward recomputes.")
+    mlp_tiles: int = key(1, "Tiles of positions in which feed-forwards run, to save memory.")
     context_parallel: fk.ContextParallel = key("ring", "ring, ulysses or both.")
     mesh: fk.MeshSpec = fk.MeshSpec(dp_shard=1, cp=-1)
 
@@ -86,6 +87,7 @@ def setup(config):
         mesh,
         precision=config.precision,
         activation_checkpoint=config.activation_checkpoint,
+        mlp_tiles=config.mlp_tiles,
         context_parallel=config.context_parallel,
         seed=config.seed,
     )

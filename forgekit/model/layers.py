@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from forgekit.model.attention import Attend, attend_causal
 from forgekit.model.rope_scaling import RopeScaling, rotary_frequencies
@@ -134,7 +136,10 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Pre-norm residual block: attention, then feed-forward, each with dropout on its branch."""
+    """Pre-norm residual block: attention, then feed-forward, each with dropout on its branch.
+
+    The feed-forward, with its norm, runs in ``mlp_tiles`` tiles of positions.
+    """
 
     def __init__(
         self,
@@ -151,6 +156,7 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(dim, eps=norm_eps)
         self.feed_forward = feed_forward
         self.dropout = nn.Dropout(dropout)
+        self.mlp_tiles = 1
         self.rows: Rows = at_once
 
     def forward(
@@ -164,5 +170,28 @@ class Block(nn.Module):
         """``[b s d]`` -> ``[b s d]``; ``routing`` is what a feed-forward of experts takes."""
         normed = self.rows(self.attention_norm, x)
         x = x + self.dropout(self.attention(normed, cos, sin, doc_ids))
-        normed = self.rows(self.feed_forward_norm, x)
-        return x + self.dropout(self.rows(self.feed_forward, normed, *routing))
+        if self.mlp_tiles > 1:
+            return x + self.dropout(by_tile(self._feed_forward, x, self.mlp_tiles))
+        return x + self.dropout(self._feed_forward(x, *routing))
+
+    def _feed_forward(self, x: Tensor, *routing: Any) -> Tensor:
+        return self.rows(self.feed_forward, self.rows(self.feed_forward_norm, x), *routing)
+
+
+def by_tile(forward: Callable[[Tensor], Tensor], x: Tensor, tiles: int) -> Tensor:
+    """Call a position-wise function by tiles of positions, and again for each in backward.
+
+    So only one tile's intermediate values exist at a time.
+
+    Args:
+        forward: ``[b s d] -> [b s d]``.
+        x: ``[b s d]``.
+        tiles: Number of tiles, of sizes that differ by one at most; no more than ``s`` are made.
+
+    References:
+        Arctic long sequence training, https://arxiv.org/abs/2506.13996
+    """
+    parts = x.tensor_split(min(tiles, x.shape[1]), 1)
+    if torch.is_grad_enabled():
+        forward = partial(checkpoint, forward, use_reentrant=False)
+    return torch.cat([forward(part) for part in parts], 1)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from forgekit.model.layers import Block, FeedForward
 from forgekit.parallel.module_forward import wrap_forward
 
 ActivationCheckpoint = Literal["none", "full", "selective", "budget"]
@@ -44,6 +45,13 @@ def recompute(block: nn.Module, mode: ActivationCheckpoint) -> None:
         return checkpoint(forward, *args, **options, **kwargs)
 
     wrap_forward(block, repeatable)
+
+
+def tile_feed_forward(blocks: Iterable[nn.Module], tiles: int) -> None:
+    """Divide the feed-forward of a ``Transformer``'s blocks into tiles of positions, in place."""
+    for block in blocks:
+        if isinstance(block, Block) and isinstance(block.feed_forward, FeedForward):
+            block.mlp_tiles = tiles
 
 
 def compile_blocks(

@@ -19,16 +19,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from forgekit.checks import check_choice
+from forgekit.checks import check_choice, check_integers
 from forgekit.mesh import check_dimensions, expert_ranks, expert_view
 from forgekit.model.attention_kernels import AttentionChoice
 from forgekit.model.batch_invariant import refuse_batch_invariant
 from forgekit.model.key_value_cache import is_batch_invariant
+from forgekit.model.layers import Block
 from forgekit.model.transformer import make_batch_invariant
 from forgekit.parallel.activation_checkpoint import (
     ActivationCheckpoint,
     compile_blocks,
     recompute,
+    tile_feed_forward,
 )
 from forgekit.parallel.agreement import check_alike, exchange
 from forgekit.parallel.context.context_parallel import (
@@ -62,6 +64,7 @@ class Options:
     precision: Precision
     activation_checkpoint: ActivationCheckpoint
     memory_budget: float
+    mlp_tiles: int
     compile: bool
     pipeline_schedule: PipelineSchedule
     context_parallel: ContextParallel
@@ -86,6 +89,7 @@ def parallelize(
     precision: Precision = "fp32",
     activation_checkpoint: ActivationCheckpoint = "none",
     memory_budget: float = 0.5,
+    mlp_tiles: int = 1,
     compile: bool = False,
     pipeline_schedule: PipelineSchedule = "1f1b",
     context_parallel: ContextParallel = "ring",
@@ -113,6 +117,9 @@ def parallelize(
             ``"selective"``: everything but matrix products and attention, or ``"budget"``: what
             the compiler finds cheapest until ``memory_budget`` is kept.
         memory_budget: Share of a compiled block's activations that ``"budget"`` keeps, 0 to 1.
+        mlp_tiles: In how many tiles of positions a block's feed-forward runs, forward and, again,
+            backward, so that only one tile's intermediate values exist at a time: for long rows.
+            Layers of experts are not divided.
         compile: Whether each block is compiled.
         pipeline_schedule: Order of work between pipeline stages; without effect on one rank.
         context_parallel: How ranks share a sequence: ``"ring"``, ``"ulysses"`` or ``"both"``;
@@ -151,6 +158,7 @@ def parallelize(
         precision=precision,
         activation_checkpoint=activation_checkpoint,
         memory_budget=memory_budget,
+        mlp_tiles=mlp_tiles,
         compile=compile,
         pipeline_schedule=pipeline_schedule,
         context_parallel=context_parallel,
@@ -186,6 +194,7 @@ def parallelize(
     unsharded = apply_plan(model, tensor_ranks, styles, modules)
     apply_experts(model, view, experts)
     # Recomputation repeats the collectives of tp, cp and ep; the compiler traces both as one block.
+    tile_feed_forward(layers, mlp_tiles)
     _recompute_and_compile(layers, options)
     _take_heads(roots, projection)
     if _is_sharded(mesh, options):
@@ -251,6 +260,13 @@ def _check_options(
         raise ValueError(
             "activation_checkpoint is 'budget', which the compiler keeps, and compile is False; "
             "use compile=True."
+        )
+    check_integers(mlp_tiles=(options.mlp_tiles, 1))
+    if options.mlp_tiles > 1 and not any(isinstance(layer, Block) for layer in layers):
+        raise ValueError(
+            f"mlp_tiles is {options.mlp_tiles} and {type(model).__name__} has no blocks of a "
+            "Transformer, whose feed-forward is divided; leave it out and recompute blocks: "
+            "activation_checkpoint='full'."
         )
     if not layers and (compiled or recomputed != "none" or size_of(mesh, "pp") > 1):
         raise ValueError(
