@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,36 @@ def local(tensor: Tensor) -> Tensor:
 def full(tensor: Tensor) -> Tensor:
     """Return the full tensor, gathered if it is sharded; then all its ranks call this."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+Box = tuple[tuple[int, int], ...]
+"""Start and stop index of each dimension."""
+
+
+def ranges_of(tensor: Tensor) -> Box:
+    """Return the ranges of this rank's shard in the full tensor."""
+    return to_ranges(*box_of(tensor))
+
+
+def to_ranges(offset: Sequence[int], size: Sequence[int]) -> Box:
+    """Convert offset and size to start and stop of each dimension."""
+    return tuple((start, start + length) for start, length in zip(offset, size, strict=True))
+
+
+def overlap(one: Box, other: Box) -> Box | None:
+    """Return the ranges that two boxes share; None if there are none."""
+    shared = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
+    return shared if all(start < stop for start, stop in shared) else None
+
+
+def volume(box: Box) -> int:
+    """Return the number of elements in a box."""
+    return math.prod(stop - start for start, stop in box)
+
+
+def index_in(box: Box, within: Box) -> tuple[slice, ...]:
+    """Return the index of a box in a tensor that holds the ranges ``within``."""
+    return tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(box, within, strict=True))
 
 
 def box_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

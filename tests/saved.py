@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,24 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+class Own(torch.optim.SGD):
+    """An optimizer of a user's own: its module is not torch's."""
+
+    def __init__(self, parameters: Any, momentum: float = 0.9) -> None:
+        super().__init__(parameters, lr=0.1, momentum=momentum)
+
+
+class Elsewhere(Own):
+    """Keeps its momentum where no checkpoint looks."""
+
+    memory: dict[Any, Any]
+
+    def step(self) -> None:
+        shown, self.state = self.state, vars(self).setdefault("memory", defaultdict(dict))
+        super().step()
+        self.state = shown
 
 
 def build(world: int = 1, seed: int = 0, optimizer: Any = adamw, step: int = 0) -> fk.TrainState:

@@ -64,8 +64,6 @@ CHUNK_BYTES = 4 << 20
 
 _STEP = re.compile(r"step_(\d{8,})")
 _DATA = "data-"
-_PLAIN = re.compile(r"\w[\w.-]*")
-"""Plain file names, without a folder."""
 
 T = TypeVar("T")
 Manifest: TypeAlias = dict[str, Any]
@@ -565,11 +563,6 @@ def parse_manifest(content: bytes) -> Manifest:
     # With sorted keys, so formatting does not matter.
     if manifest.get("checksum") != (checksum := _checksum(manifest)):
         raise ManifestError(f"was changed after it was saved: its checksum is {checksum[:12]}")
-    names = (manifest["folder"] or MANIFEST, *manifest["files"])
-    if outside := [name for name in names if not _PLAIN.fullmatch(name)]:
-        raise ManifestError(f"names a file outside the checkpoint: {outside[0]!r:.80}")
-    if min(manifest["step"], manifest["fields"]["step"], manifest["fields"]["samples"]) < 0:
-        raise ManifestError("has a step or a number of samples below zero")
     return manifest
 
 

@@ -48,7 +48,7 @@ from forgekit.hashing import compare_facts, facts_of
 from forgekit.model.lora import adapter_names, check_unmerged
 from forgekit.ranks import CheckpointError, Ranks
 from forgekit.state import TrainState, donate
-from forgekit.tensors import box_of, local
+from forgekit.tensors import index_in, local, overlap, ranges_of, to_ranges
 
 log = logging.getLogger("forgekit")
 
@@ -262,13 +262,13 @@ def _read_tensors(
         for key, tensor in tensors.items():
             left = local(tensor).numel()
             for rank, name, box in manifest["tensors"][key].get("chunks", []):
-                if (overlap := _overlap(tensor, box)) is None:
+                if (common := _overlap(tensor, box)) is None:
                     continue
                 if rank not in files:
                     shard = path_inside(manifest, shard_name(rank))
                     file = stack.enter_context(storage.fetched(step, shard))
                     files[rank] = stack.enter_context(safe_open(file, "pt"))
-                view, inside = overlap
+                view, inside = common
                 view.copy_(files[rank].get_slice(name)[inside or ...])
                 left -= view.numel()
             if left:  # else some memory stays uninitialised
@@ -277,18 +277,11 @@ def _read_tensors(
 
 def _overlap(tensor: Tensor, box: Any) -> tuple[Tensor, tuple[slice, ...]] | None:
     """Return a view of this rank's values within a chunk, and their range in the chunk."""
-    offset, size = box_of(tensor)
-    view = local(tensor)
-    if box is None:  # a whole tensor
-        box = (0,) * tensor.ndim, tuple(tensor.shape)
-    starts = [max(a, b) for a, b in zip(offset, box[0], strict=True)]
-    stops = [min(a + n, b + m) for a, n, b, m in zip(offset, size, *box, strict=True)]
-    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+    here = ranges_of(tensor)
+    there = to_ranges(*(box or ((0,) * tensor.ndim, tensor.shape)))  # None: a whole tensor
+    if (shared := overlap(here, there)) is None:
         return None
-    ranges = [*zip(starts, stops, strict=True)]
-    here = tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, offset, strict=True))
-    there = tuple(slice(a - o, b - o) for (a, b), o in zip(ranges, box[0], strict=True))
-    return view[here], there
+    return local(tensor)[index_in(shared, here)], index_in(shared, there)
 
 
 def _added_adapters(model: nn.Module, manifest: dict[str, Any]) -> list[str]:

@@ -32,10 +32,8 @@ from forgekit.checkpoints.directory import (
     Storage,
     committed,
     format_manifest,
-    newest,
     only_warns,
     retain,
-    step_name,
     storage_of,
 )
 from forgekit.checkpoints.state_dict import (
@@ -309,7 +307,7 @@ def _write(
     except Exception as error:
         raise CheckpointError(
             f"step {step} could not be saved to {storage}: {explain(error).rstrip('.')}. "
-            f"Checkpoints that were there are untouched: {_remains(storage)}."
+            "Earlier checkpoints are untouched."
         ) from error
     with only_warns(f"{storage.path(step)} is saved, but older ones could not be deleted"):
         ranks.first(lambda: (storage.point_latest(step), retain(storage, keep, step)))
@@ -347,11 +345,3 @@ def _write_shard(file: Path, tensors: dict[str, Tensor], boxes: dict[str, Any]) 
             stream.write(content)
             size, crc32 = size + len(content), zlib.crc32(content, crc32)
     return {"bytes": size, "crc32": f"{crc32:08x}"}
-
-
-def _remains(storage: Storage) -> str:
-    try:
-        step = newest(storage)
-    except Exception:  # may fail for the same reason as the save
-        return "they cannot be listed now"
-    return "there is none" if step is None else f"{step_name(step)} is good"

@@ -27,8 +27,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import empty as distributed_empty
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
@@ -443,12 +442,7 @@ def _new_tensor(
         return torch.empty((), dtype=dtype, device="cpu" if on_host else parameter.device)
     if shape == parameter.shape:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    if isinstance(parameter, DTensor):
-        whole = [Replicate()] * parameter.device_mesh.ndim
-        return distributed_empty(
-            shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=whole
-        )
-    return torch.empty(shape, dtype=dtype, device=parameter.device)
+    return parameter.new_empty(shape, dtype=dtype)  # replicated if it is a DTensor
 
 
 def decode(

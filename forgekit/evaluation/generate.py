@@ -15,6 +15,8 @@ import attrs
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from attrs import field
+from attrs.validators import ge, gt, le, lt, optional
 from torch import Tensor, nn
 
 from forgekit.checks import brief, check_integers, is_integer, wrong_type
@@ -26,10 +28,10 @@ from forgekit.model.key_value_cache import NewPositions, cache_sockets, is_batch
 from forgekit.model.vocabulary import tokens_of
 from forgekit.parallel.agreement import exchange, raise_together
 from forgekit.parallel.context.context_parallel import with_sockets
-from forgekit.parallel.layout import full
 from forgekit.state import Layout, TrainState, layout_of, was_parallelized
 from forgekit.steps.log_probs import LEAST_TEMPERATURE
 from forgekit.steps.micro_batch import evaluating
+from forgekit.tensors import full
 
 log = logging.getLogger("forgekit")
 
@@ -221,26 +223,18 @@ class _Text:
 class _Draw:
     """Sampling of a token from logits."""
 
-    temperature: float
-    top_k: int | None
-    top_p: float | None
+    temperature: float = field(validator=(ge(0), lt(math.inf)))
+    top_k: int | None = field(validator=optional(ge(1)))
+    top_p: float | None = field(validator=optional((gt(0), le(1))))
     eos_id: int | None
     log_probs: bool
 
     def __attrs_post_init__(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(
-                f"temperature {self.temperature} must not be negative, infinite or NaN."
-            )
-        if self.top_k is not None:
-            check_integers(top_k=(self.top_k, 1))
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p {self.top_p} must be above 0 and at most 1.")
         if self.log_probs and not (self.top_k is None and self.top_p is None):
             raise ValueError(
-                f"log_probs=True with top_k {self.top_k} and top_p {self.top_p}: tokens would be "
-                "drawn from another distribution than their log-probabilities are of, and a ratio "
-                "of policies would be off by the share that was kept. Leave them out."
+                f"log_probs=True with top_k {self.top_k} and top_p {self.top_p}: tokens would not "
+                "be drawn from the distribution that the log-probabilities describe, which biases "
+                "ratios of policies. Leave them out."
             )
 
     def __call__(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -118,15 +118,12 @@ def find_bad_layers(model: nn.Module) -> Iterator[BadLayers]:
         BadLayers(output='1', gradient='0')
     """
     bad = BadLayers()
-    handles = []
-    for name, module in model.named_modules():
-        if name:
-            handles.append(module.register_forward_hook(partial(_look, bad, name)))
-    try:
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name:
+                hook = module.register_forward_hook(partial(_look, bad, name))
+                stack.callback(hook.remove)
         yield bad
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _look(bad: BadLayers, name: str, _module: nn.Module, _inputs: Any, outputs: Any) -> None:

@@ -49,19 +49,13 @@ def check_new_directory(
                 "after the last step. Name a new directory, or remove this one."
             )
         above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
-        try:
-            tempfile.TemporaryDirectory(dir=above).cleanup()
-        except OSError as error:
-            raise OSError(
-                f"{name} is {directory}, and nothing can be written in {above}: {error.strerror}."
-            ) from None
+        tempfile.TemporaryDirectory(dir=above).cleanup()
         files = [] if base is None else weight_files(path_of("base", base))[0]
         needed, free = sum(file.stat().st_size for file in files), shutil.disk_usage(above).free
         if free < needed:
             raise OSError(
-                f"{name} is {directory}, and the base's weights take {needed / 2**30:,.1f} GiB, "
-                f"while {above} has {free / 2**30:,.1f} GiB free. Make room, or name "
-                "a directory elsewhere."
+                f"{name} is {directory}: the base takes {needed / 2**30:,.1f} GiB, and {above} has "
+                f"{free / 2**30:,.1f} GiB free. Make room, or name a directory elsewhere."
             )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from forgekit.checks import differences, path_of
 from forgekit.files import restore_replaced
 from forgekit.huggingface.families import Family, compare_specs, family_of, rules
-from forgekit.huggingface.names import Box, NameMap, Part
+from forgekit.huggingface.names import NameMap, Part
 from forgekit.huggingface.safetensors_files import (
     Stored,
     read_json,
@@ -35,7 +35,7 @@ from forgekit.model.lora import lora_layers
 from forgekit.model.nf4 import is_packed
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks, explain, ranks_sharing
-from forgekit.tensors import box_of, local, named_tensors
+from forgekit.tensors import Box, index_in, local, named_tensors, overlap, ranges_of
 
 IGNORED = ".rotary_emb.inv_freq"
 """Suffix of obsolete tensors in old directories, which are computed from config.json."""
@@ -179,15 +179,10 @@ def held_parts(tensors: Mapping[str, Tensor], names: NameMap) -> Iterator[tuple[
         The name on disk, where in that tensor it is, and a view of the values, laid out as there.
     """
     for name, tensor in tensors.items():
-        box = _ranges(tensor)
+        box = ranges_of(tensor)
         for part in names.parts.get(name, ()):
-            if (overlap := _overlap(local(tensor), box, part)) is not None:
-                yield (part.key, *overlap)
-
-
-def _ranges(tensor: Tensor) -> Box:
-    """Return the ranges of this rank's part in the full tensor."""
-    return tuple((start, start + size) for start, size in zip(*box_of(tensor), strict=True))
+            if (common := _overlap(local(tensor), box, part)) is not None:
+                yield (part.key, *common)
 
 
 def _check(
@@ -220,10 +215,9 @@ def _check(
             dtype = stored[part.key].dtype
             # Quantized weights are integers, which a cast would neither scale nor unpack.
             if dtype.is_floating_point != (tensor.is_floating_point() or is_packed(tensor)):
-                here, there = (str(d).removeprefix("torch.") for d in (tensor.dtype, dtype))
                 raise CheckpointError(
-                    f"{part.key!r} holds {there} and the model's is {here}: quantized weights are "
-                    "not unpacked here."
+                    f"{part.key!r} holds {dtype} and the model's is {tensor.dtype}: quantized "
+                    "weights are not unpacked."
                 )
     return names, stored
 
@@ -256,13 +250,12 @@ def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str
     """Read this rank's parts, in place, file by file."""
     packed = {n: t for n, t in tensors.items() if n in names.parts and is_packed(t)}
     plain = {name: tensor for name, tensor in tensors.items() if name not in packed}
-    for name, rows in names.padded.items():
+    for name, (rows, tokens) in names.padded.items():
         if name in plain and local(plain[name]).numel():
-            (start, stop), *columns = _ranges(plain[name])
+            (start, stop), *columns = ranges_of(plain[name])
             others = local(plain[name])[max(rows - start, 0) :].zero_()
-            if max(rows, start) < min(names.tokens[name], stop):
-                new = others[: names.tokens[name] - max(rows, start)]
-                new.copy_(_mean_row(names.parts[name], stored, rows, columns))
+            if (first := max(rows, start)) < min(tokens, stop):
+                others[: tokens - first].copy_(_mean_row(names.parts[name], stored, rows, columns))
     boxes: dict[Path, list[tuple[str, Box, Tensor]]] = {}
     for part in held_parts(plain, names):
         boxes.setdefault(stored[part[0]].file, []).append(part)
@@ -291,9 +284,9 @@ def _mean_row(
         stop = min(start + ROWS, rows)
         some = torch.empty(stop - start, *shape, dtype=stored[parts[0].key].dtype)
         for part in parts:
-            if (overlap := _overlap(some, ((start, stop), *columns), part)) is not None:
+            if (common := _overlap(some, ((start, stop), *columns), part)) is not None:
                 with reading(stored[part.key].file) as file:
-                    overlap[1].copy_(view_of(file, part.key, overlap[0]))
+                    common[1].copy_(view_of(file, part.key, common[0]))
         total += some.double().sum(0)
     return total / rows
 
@@ -310,10 +303,9 @@ def _overlap(values: Tensor, box: Box, part: Part) -> tuple[Box, Tensor] | None:
         Where on disk, and a view of the rank's values, laid out as there; None if it holds nothing
         of the part.
     """
-    shared = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, part.box, strict=True)]
-    if any(start >= stop for start, stop in shared):
+    if (shared := overlap(box, part.box)) is None:
         return None
-    view = values[tuple(slice(a - o, b - o) for (a, b), (o, _) in zip(shared, box, strict=True))]
+    view = values[index_in(shared, box)]
     view = view[0] if part.is_stacked else view
     view = view.mT if part.is_transposed else view
     # From the box's offset in the model's tensor to its offset on disk.

@@ -10,7 +10,9 @@ and a writer puts the boxes together.
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -19,11 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from forgekit.checks import brief
-from forgekit.tensors import named_tensors
+from forgekit.tensors import Box, named_tensors, volume
 
 T = TypeVar("T")
-Box = tuple[tuple[int, int], ...]
-"""Start and stop index of each dimension."""
 
 
 @attrs.frozen
@@ -162,8 +162,8 @@ class NameMap:
         shapes: Shape of each tensor on disk, by name there, in the order of writing.
         names: Names of the model's tensors behind each name on disk.
         dtypes: Dtype of those that have their own on disk.
-        padded: Rows that are on disk of tensors with more, by name in the model.
-        tokens: Rows of those that are tokens, by name in the model.
+        padded: Rows that are on disk, and rows that are tokens, of tensors with more, by name in
+            the model.
 
     Raises:
         ValueError: If a tensor is found by no rule or by two, a rule finds none, two tensors want
@@ -176,33 +176,30 @@ class NameMap:
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.names: dict[str, list[str]] = {}
         self.dtypes: dict[str, torch.dtype] = {}
-        self.padded: dict[str, int] = {}
-        self.tokens: dict[str, int] = {}
+        self.padded: dict[str, tuple[int, int]] = {}
+        filled = Counter[str]()
         for name, rule, stars in _matches(tuple(rules), tensors):
-            self.parts[name] = list(_parts_of(name, rule, stars, tensors))
+            group = [_fill(pattern, stars) for pattern in rule.names]
+            self.parts[name] = list(_parts_of(name, rule, stars, group, tensors))
             for part in self.parts[name]:
-                self._take(part, rule)
+                stops = tuple(stop for _, stop in part.key_box)
+                names = self.names.setdefault(part.key, [])
+                if names and (name in names or names[0] not in group):
+                    raise ValueError(f"{names[0]!r} and {name!r} are both {part.key!r} on disk.")
+                names.append(name)
+                self.shapes[part.key] = tuple(map(max, self.shapes.get(part.key, stops), stops))
+                filled[part.key] += volume(part.key_box)
+                if rule.dtype is not None:
+                    self.dtypes[part.key] = rule.dtype
             if rule.rows is not None:
-                self.padded[name] = rule.rows
-                self.tokens[name] = rule.tokens
-
-    def _take(self, part: Part, rule: Rule) -> None:
-        """Record a part on disk; raise if other values have been put there."""
-        names, shape = self.names.setdefault(part.key, []), self.shapes.get(part.key)
-        stops = tuple(stop for _, stop in part.key_box)
-        if shape is not None:
-            # Tensors that share a key follow one another; only the first begins at 0.
-            starts_anew = not any(start for start, _ in part.key_box)
-            if part.name in names or starts_anew or len(shape) != len(stops):
+                self.padded[name] = rule.rows, rule.tokens
+        for key, shape in self.shapes.items():
+            if filled[key] != math.prod(shape):
+                sizes = {name: tuple(tensors[name].shape) for name in self.names[key]}
                 raise ValueError(
-                    f"{names[0]!r} and {part.name!r} are both {part.key!r} on disk, in the same "
-                    "position."
+                    f"{sizes} do not fill {key!r} of shape {shape} on disk: only their sizes along "
+                    "the dimension that joins them may differ."
                 )
-            stops = tuple(map(max, shape, stops))
-        names.append(part.name)
-        self.shapes[part.key] = stops
-        if rule.dtype is not None:
-            self.dtypes[part.key] = rule.dtype
 
 
 def _checked(rule: Rule) -> Rule:
@@ -243,9 +240,17 @@ def _fill(pattern: str, stars: list[str]) -> str:
 
 
 def _parts_of(
-    name: str, rule: Rule, stars: list[str], tensors: Mapping[str, Tensor]
+    name: str, rule: Rule, stars: list[str], group: list[str], tensors: Mapping[str, Tensor]
 ) -> Iterator[Part]:
-    """Yield the parts of one tensor, by key and by index of a stack."""
+    """Yield the parts of one tensor, by key and by index of a stack.
+
+    Args:
+        name: The tensor's.
+        rule: Its rule.
+        stars: What each ``*`` stands for.
+        group: Names of the tensors that share its key, itself among them.
+        tensors: The model's.
+    """
     if not rule.keys:
         return
     dim, shape = rule.dim, list(tensors[name].shape)
@@ -258,7 +263,7 @@ def _parts_of(
             f"{name!r} of shape {tuple(shape)} cannot be {len(rule.keys)} tensors of one size on "
             f"disk along dimension {dim}."
         )
-    offset = _offset(name, rule, stars, tensors)
+    offset = sum(tensors[one].shape[dim] for one in group[: group.index(name)])
     for number, pattern in enumerate(rule.keys):
         key, box = _fill(pattern, stars), [(0, size) for size in shape]
         key_box = list(box)
@@ -274,16 +279,3 @@ def _parts_of(
         for index in range(shape[0]):
             one = (index, index + 1), *box[1:]
             yield attrs.evolve(part, box=one, key=key.replace("{}", str(index)))
-
-
-def _offset(name: str, rule: Rule, stars: list[str], tensors: Mapping[str, Tensor]) -> int:
-    """Return a tensor's offset on disk, after those that share its key."""
-    group = [_fill(pattern, stars) for pattern in rule.names]
-    shapes = {tuple(s for d, s in enumerate(tensors[one].shape) if d != rule.dim) for one in group}
-    if len(group) > 1 and (len(shapes) > 1 or (rule.is_stacked and not rule.dim)):
-        sizes = {one: tuple(tensors[one].shape) for one in group}
-        raise ValueError(
-            f"{sizes} cannot be joined along dimension {rule.dim}; the others must be equal, and "
-            "stack takes the first."
-        )
-    return sum(tensors[one].shape[rule.dim] for one in group[: group.index(name)])

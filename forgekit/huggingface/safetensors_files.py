@@ -17,11 +17,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forgekit.checks import brief, parse_json
+from forgekit.checks import brief, differences, parse_json
 from forgekit.files import open_regular, read_regular
-from forgekit.huggingface.names import Box
 from forgekit.ranks import CheckpointError, explain
 from forgekit.safetensors_files import bytes_of, contents
+from forgekit.tensors import Box
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -54,7 +54,8 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
         The files, and by tensor the file that an index lists; None without one.
 
     Raises:
-        CheckpointError: If there are no weights, or the index lists none.
+        CheckpointError: If there are no weights.
+        KeyError: If the index lists none.
     """
     config = directory / "config.json"
     named = read_json(config).get(WEIGHTS_KEY) if config.is_file() else None
@@ -67,11 +68,7 @@ def weight_files(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
         )
     if not name.endswith(".index.json"):
         return [directory / name], None
-    listed = read_json(directory / name).get("weight_map")
-    if not isinstance(listed, dict):
-        raise CheckpointError(
-            f"{directory / name} has no weight_map, the file of each tensor. Fetch it again."
-        )
+    listed = read_json(directory / name)["weight_map"]
     return [directory / file for file in dict.fromkeys(listed.values())], listed
 
 
@@ -99,12 +96,8 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
                 "Fetch it again."
             ) from None
     files = {name: str(one.file.relative_to(directory)) for name, one in stored.items()}
-    if listed is not None and files != listed:
-        name = next(name for name in {**listed, **files} if listed.get(name) != files.get(name))
-        raise CheckpointError(
-            f"the index in {directory} says that {name!r} is in {listed.get(name, 'no file')}, and "
-            f"it is in {files.get(name, 'no file')}: they are not of one save."
-        )
+    if listed is not None and (different := differences(files, listed)):
+        raise CheckpointError(f"the index in {directory} is not of these files: {different}.")
     return stored
 
 

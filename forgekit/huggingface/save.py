@@ -43,7 +43,7 @@ from forgekit.huggingface.load import (
     read_config,
     unpadded,
 )
-from forgekit.huggingface.names import Box, NameMap
+from forgekit.huggingface.names import NameMap
 from forgekit.huggingface.safetensors_files import (
     INDEX,
     SINGLE,
@@ -69,7 +69,7 @@ from forgekit.model.lora import LoraLinear, adapter_names, lora_layers
 from forgekit.model.transformer import Transformer, TransformerSpec
 from forgekit.ranks import CheckpointError, Ranks, all_ranks
 from forgekit.safetensors_files import bytes_of
-from forgekit.tensors import named_tensors
+from forgekit.tensors import Box, named_tensors, volume
 
 WRITER = "forgekit_version"
 """Key of config.json that marks directories written by forgekit."""
@@ -258,7 +258,7 @@ def _senders(
         for key, box in boxes:
             senders[key].setdefault(box, rank)
     for key, shape in names.shapes.items():
-        if sum(map(_volume, senders[key])) != math.prod(shape):
+        if sum(map(volume, senders[key])) != math.prod(shape):
             raise CheckpointError(f"no rank has all of {names.names[key]}, {key!r} on disk.")
     return senders
 
@@ -283,10 +283,6 @@ def _files(
     count = len(groups)
     files = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     return dict(zip(files if count > 1 else [SINGLE], groups, strict=True))
-
-
-def _volume(box: Box) -> int:
-    return math.prod(stop - start for start, stop in box)
 
 
 def _bytes(entry: tuple[torch.dtype, tuple[int, ...]]) -> int:

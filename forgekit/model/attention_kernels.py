@@ -91,14 +91,14 @@ def choose(
         >>> choose("documents", torch.device("cpu"), torch.float32, 64)
         'sdpa'
     """
-    able = ORDER[use]
-    for kernel in able:
-        if attention in ("auto", kernel) and why_not(kernel, device, dtype, channels) is None:
+    here, able = (device, dtype, channels), ORDER[use]
+    fitting: list[Kernel] = [kernel for kernel in able if why_not(kernel, *here) is None]
+    for kernel in fitting:
+        if attention in ("auto", kernel):
             return kernel
-    fitting = [kernel for kernel in able if why_not(kernel, device, dtype, channels) is None]
     why = f"it cannot compute {use}"
     if attention in able:
-        why = why_not(attention, device, dtype, channels)
+        why = why_not(attention, *here)
     raise ValueError(
         f"attention is {attention!r}, and {why}. For {use} in {dtype} on {device.type} pass "
         f"{', '.join(map(repr, fitting))} or 'auto'."

@@ -76,6 +76,18 @@ class Adapter:
         return values.mul_(2).sub_(1).div_(math.sqrt(shape[-1]))
 
 
+def _initial_adapters(layer: Any, restart: int = 0) -> dict[str, Callable[[], Tensor]]:
+    """Return full initial values of a layer's adapters, by name; see ``init_weights``."""
+    values: dict[str, Callable[[], Tensor]] = {}
+    for matrix, adapter in layer.adapters.items():
+        low, high, magnitude = layer.factor_names(matrix)
+        values[low] = partial(adapter.draw, getattr(layer, low).shape, restart)
+        values[high] = partial(torch.zeros, getattr(layer, high).shape, device="cpu")
+        if magnitude is not None:
+            values[magnitude] = partial(_row_lengths, layer)
+    return values
+
+
 class LoraLinear(nn.Linear):
     """``nn.Linear`` with an adapter; ``of`` makes one to replace a layer.
 
@@ -168,9 +180,7 @@ class LoraLinear(nn.Linear):
         magnitude = "lora_magnitude_vector" if self.adapters[matrix].dora else None
         return "lora_A", "lora_B", magnitude
 
-    def initial_adapters(self, restart: int = 0) -> dict[str, Callable[[], Tensor]]:
-        """Return full initial values of the adapter's parameters, by name; see ``init_weights``."""
-        return _initial(self, restart)
+    initial_adapters = _initial_adapters
 
     def _multiply(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply rows, ``[... in]``, by the base's weight -> ``[... out]``."""
@@ -239,9 +249,7 @@ class LoraExperts(Experts):
         """Return the names of a stack's ``A`` and ``B``; there is no magnitude."""
         return f"{matrix}_lora_A", f"{matrix}_lora_B", None
 
-    def initial_adapters(self, restart: int = 0) -> dict[str, Callable[[], Tensor]]:
-        """Return full initial values of the adapters' parameters, by name; see ``init_weights``."""
-        return _initial(self, restart)
+    initial_adapters = _initial_adapters
 
 
 def _swap_class(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
@@ -335,17 +343,6 @@ def _fill(layer: LoraLayer, matrix: str) -> None:
     for name in layer.factor_names(matrix):
         if name is not None and not (parameter := getattr(layer, name)).is_meta:
             parameter.copy_(initial[name]())
-
-
-def _initial(layer: LoraLayer, restart: int) -> dict[str, Callable[[], Tensor]]:
-    values: dict[str, Callable[[], Tensor]] = {}
-    for matrix, adapter in layer.adapters.items():
-        low, high, magnitude = layer.factor_names(matrix)
-        values[low] = partial(adapter.draw, getattr(layer, low).shape, restart)
-        values[high] = partial(torch.zeros, getattr(layer, high).shape, device="cpu")
-        if magnitude is not None:
-            values[magnitude] = partial(_row_lengths, layer)
-    return values
 
 
 def _row_lengths(layer: Any) -> Tensor:

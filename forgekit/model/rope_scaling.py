@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any, Literal
 
 import attrs
@@ -13,6 +13,9 @@ from attrs.validators import ge, gt, lt, optional
 from torch import Tensor
 
 from forgekit.checks import check_choice
+
+ABOVE = MappingProxyType({"high_freq_factor": "low_freq_factor", "beta_fast": "beta_slow"})
+"""Upper bounds, and the lower ones that they must exceed."""
 
 
 def _check_kind(_scaling: RopeScaling, _field: Any, kind: str) -> None:
@@ -27,15 +30,10 @@ def _check_original(scaling: RopeScaling, _field: Any, positions: int | None) ->
         )
 
 
-def _above(lower: str) -> Callable[[RopeScaling, Any, float], None]:
-    def check(scaling: RopeScaling, bound: Any, value: float) -> None:
-        if not value > getattr(scaling, lower):
-            raise ValueError(
-                f"rope_scaling.{bound.name} {value} must be above {lower} "
-                f"{getattr(scaling, lower)}."
-            )
-
-    return check
+def _check_above(scaling: RopeScaling, bound: Any, value: float) -> None:
+    lower = ABOVE[bound.name]
+    if not value > (least := getattr(scaling, lower)):
+        raise ValueError(f"rope_scaling.{bound.name} {value} must be above {lower} {least}.")
 
 
 @attrs.frozen(kw_only=True)
@@ -67,10 +65,8 @@ class RopeScaling:
         default=None, validator=(optional(ge(1)), _check_original)
     )
     low_freq_factor: float = field(default=1.0, validator=(gt(0), lt(math.inf)))
-    high_freq_factor: float = field(
-        default=4.0, validator=(_above("low_freq_factor"), lt(math.inf))
-    )
-    beta_fast: float = field(default=32.0, validator=(_above("beta_slow"), lt(math.inf)))
+    high_freq_factor: float = field(default=4.0, validator=(_check_above, lt(math.inf)))
+    beta_fast: float = field(default=32.0, validator=(_check_above, lt(math.inf)))
     beta_slow: float = field(default=1.0, validator=(gt(0), lt(math.inf)))
     attention_factor: float | None = field(
         default=None, validator=optional((ge(0.0), lt(math.inf)))

@@ -294,13 +294,9 @@ def check_choices(
         if is_token is not None:
             choice = choice.masked_fill(~is_token.unsqueeze(-1), 0)
         choices[layer] = choice
-    ends = torch.stack([torch.stack(choice.aminmax()) for choice in choices.values()])
-    for layer, (least, most) in zip(layers, ends.tolist(), strict=True):
-        if least < 0 or most >= experts:
-            wrong = least if least < 0 else most
-            raise ValueError(
-                f"replay[{layer!r}] has expert {wrong}; {experts} experts are 0 to {experts - 1}."
-            )
+    least, most = torch.stack(torch.stack([*choices.values()]).aminmax()).tolist()
+    if least < 0 or most >= experts:
+        raise ValueError(f"replay has experts {least} to {most}, not 0 to {experts - 1}.")
     return choices
 
 

@@ -143,10 +143,10 @@ FILES = {
         r"does not fit the model: it lacks 'model\.embed_tokens\.weight' \(nearest",
     ),
     "a bias": (resave(lambda t: t.update(BIAS)), r"only it has 'model\.layers\.0\.self_attn\.q_p"),
-    "whole numbers": (resave(lambda t: t.update(WHOLE)), r"holds int8 and the model's is float32"),
+    "whole numbers": (resave(lambda t: t.update(WHOLE)), r"holds torch\.int8 and the model's is "),
     "an index of tensors that are not there": (
         list_more,
-        r"says that 'lm_head\.bias' is in model-00001-of-\d+\.safetensors, and it is in no file",
+        r"the index in .* is not of these files: only it has 'lm_head\.bias'",
     ),
     "no index": (lambda saved: (saved / INDEX).unlink(), r"has neither model\.safetensors nor "),
     "no JSON": (lambda saved: (saved / "config.json").write_text("{"), "cannot be read: JSONDecod"),
@@ -270,11 +270,11 @@ RULES = [
     (lambda: [*BOTH, rename("c", "z")], r"^\['c'\] match no tensor of the model; it has \['a\.0"),
     (
         lambda: [rename("a.0.w", "x"), rename("a.1.w", "x"), BOTH[1]],
-        r"^'a\.0\.w' and 'a\.1\.w' are both 'x' on disk, in the same position",
+        r"^'a\.0\.w' and 'a\.1\.w' are both 'x' on disk\.$",
     ),
     (
         lambda: [split(["a.0.w", "b"], "y"), rename("a.1.w", "z")],
-        r"cannot be joined along dimension 0; the others must be equal",
+        r"^\{'a\.0\.w': \(4, 3\), 'b': \(2,\)\} do not fill 'y' of shape",
     ),
     (lambda: [rename("a.*.w", "x.w")], r"^patterns of a rule must have the same number of \*; the"),
     (lambda: [stack(join("a.*.w", ["x.*.{}.v", "x.*.{}.w"]))], r"^stack takes the first dimension"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 
 import attrs
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 import torch
 from lab import train
 from safetensors.torch import load_file
-from saved import adamw, assert_same, everything, momentum, rewrite, save
+from saved import Elsewhere, Own, adamw, assert_same, everything, momentum, rewrite, save
 from torch import nn
 from torch.optim import Adafactor, Adam, AdamW, Optimizer
 
@@ -44,35 +44,11 @@ def build(seed=0, optimizer=adamw, cls=fk.TrainState, **fields):
     return cls.create(model, optimizer([*model.parameters()]), seed=seed, **fields)
 
 
-class Elsewhere(Optimizer):
-    """Keeps its momentum where no checkpoint looks."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1})
-        self.memory = defaultdict(dict)
-
-    @torch.no_grad()
-    def step(self):
-        for parameter in self.param_groups[0]["params"]:
-            if parameter.grad is not None:
-                kept = self.remembered()[parameter]
-                kept["momentum"] = 0.9 * kept.get("momentum", 0) + parameter.grad
-                parameter -= 0.1 * kept["momentum"]
-
-    def remembered(self):
-        return self.memory
-
-
-class InState(Elsewhere):
-    def remembered(self):
-        return self.state
-
-
-class Stateless(Elsewhere):
+class Stateless(Own):
     stateless = True
 
-    def remembered(self):
-        return defaultdict(dict)
+    def __init__(self, parameters):
+        super().__init__(parameters, momentum=0.0)
 
 
 class Sharing(Optimizer):
@@ -107,7 +83,7 @@ OPTIMIZERS = {
     "fused adamw": adamw,
     "amsgrad": lambda p: Adam(p, lr=0.1, amsgrad=True),
     "adafactor": lambda p: Adafactor(p, lr=0.1),
-    "of one's own": InState,
+    "of one's own": Own,
     "without state": Stateless,
     "a member without state": chain_with(Stateless),
     "a wrapper of one": Sharing,
@@ -276,7 +252,7 @@ def test_another_optimizer_goes_on_at_the_same_step(tmp_path):
 # What would be lost
 
 
-class OfNone(InState):
+class OfNone(Own):
     """Keeps something that belongs to no parameter."""
 
     def step(self):

@@ -134,32 +134,23 @@ DOCUMENTS = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11, 12, 13]]
 OTHER = [[1, 2, 3, 4, 6], *DOCUMENTS[1:]]
 
 
-def windows(out, seq_len=4, doc_ids=False, documents=DOCUMENTS, tokenizer="a"):
+def windows(out, seq_len=4, documents=DOCUMENTS, tokenizer="a"):
     folder = out / f"tokens-{documents[0][4]}{tokenizer}"
     if not folder.exists():
         fk.write_tokens(folder, documents, vocab_size=20, eos_id=0)
         (folder / "tokenizer.json").write_text(tokenizer)
-    return fk.token_dataset(folder, seq_len, doc_ids=doc_ids)
+    return fk.token_dataset(folder, seq_len)
 
 
-def packed(out, capacity=8, transforms=()):
-    bins = fk.pack([5, 2, 6], capacity, method="best_fit")
-    return fk.packed_dataset(windows(out).file.path, bins, transforms=transforms)
-
-
-def mixed(out, seed=0, seq_len=4):
+def mixed(out, seq_len=4):
     rows = {"a": windows(out, seq_len), "b": windows(out, seq_len, documents=OTHER)}
     sizes = {name: len(dataset) for name, dataset in rows.items()}
-    return fk.mixture_dataset(rows, fk.make_order(sizes, seed=seed))
+    return fk.mixture_dataset(rows, fk.make_order(sizes, seed=0))
 
 
 LENGTHS = ", ".join(rf"sources: {name}: sequence length \(4 then, 5 now\)" for name in "ab")
 DATA = {
-    "doc_ids": (windows, {"doc_ids": True}, r"doc_ids \(False then, True now\)\. Choose an"),
     "files and tokenizer": (windows, {"documents": OTHER, "tokenizer": "b"}, r"files, tokenizer\."),
-    "capacity": (packed, {"capacity": 9}, r"sequence length \(8 then, 9 now\), packing\."),
-    "transforms": (packed, {"transforms": (abs,)}, r"transforms\. Choose another run direc"),
-    "seed of the order": (mixed, {"seed": 1}, r"order\."),
     "length of sources": (mixed, {"seq_len": 5}, rf"order, {LENGTHS}\."),
 }
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from lab import alone, lay_out, train
 from pool import run_again, run_ranks
-from saved import assert_same, build, everything, load
+from saved import Elsewhere, Own, assert_same, build, everything, load
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -93,18 +93,6 @@ def test_replicated_shards_are_written_once(tmp_path):
 # What is refused on all ranks
 
 
-class Own(torch.optim.SGD):
-    """An optimizer of a user's own: its module is not torch's."""
-
-
-class Elsewhere(Own):
-    """Keeps its momentum where no checkpoint looks."""
-
-    def step(self):
-        super().step()
-        self.memory, self.state = self.state, {}
-
-
 def _refuse(rank, world, directory):
     """A moment that lost its placement; what no file can hold, or what is lost, of one rank."""
     state = train(build(world), 1)
@@ -125,7 +113,7 @@ def _refuse(rank, world, directory):
         model.add_module(str(rank), nn.Linear(3, 3))
         fully_shard(model, mesh=mesh["dp"])
         set_layout(model, Layout())
-        optimizer = kind(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = kind(model.parameters())
         state = fk.TrainState.create(model, optimizer, mesh=mesh)
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter) if rank == 0 else None

@@ -299,11 +299,11 @@ def test_sample_numbers_are_integers_of_any_kind(samples):
 
 WRONG = {
     "prompts have shapes": {"prompts": torch.zeros(3)},
-    "temperature -0.5 must not be negative": {"temperature": -0.5},
-    "temperature inf must not be negative, infinite or NaN": {"temperature": float("inf")},
-    "temperature nan must not be negative, infinite or NaN": {"temperature": float("nan")},
-    "top_k 0 must be at least 1": {"top_k": 0},
-    "top_p 0.0 must be above 0 and at most 1": {"top_p": 0.0},
+    "'temperature' must be >= 0: -0.5": {"temperature": -0.5},
+    "'temperature' must be < inf: inf": {"temperature": float("inf")},
+    "'temperature' must be >= 0: nan": {"temperature": float("nan")},
+    "'top_k' must be >= 1: 0": {"top_k": 0},
+    "'top_p' must be > 0: 0.0": {"top_p": 0.0},
     "stop holds": {"stop": [[]]},
     "log_probs=True with top_k None and top_p 0.9": {"top_p": 0.9, "log_probs": True},
     "there are 3 samples for 2 prompts": {"samples": [1, 2, 3]},

@@ -74,17 +74,15 @@ def loss_of(name, model):
     return model(X, head=HEADS[name])
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("size", [VOCAB, 32, 64])
+@pytest.mark.parametrize(("tied", "size"), [(False, 64), (True, 32)])
 def test_rows_of_padding_are_in_no_softmax(tmp_path, tied, size):
     theirs = save(tmp_path, tied)
     loss, at_labels, entropies, gradients, logits = reference(theirs)
     spec = attrs.evolve(fk.huggingface_spec(tmp_path), vocab_size=size)
     model = fk.Transformer(spec).double().eval()
     fk.load_huggingface(model, tmp_path)
-    close = partial(
-        torch.testing.assert_close, rtol=1e-5, atol=1e-5
-    )  # transformers turns in float32
+    # transformers turns in float32
+    close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
     close(model(X).detach(), logits)
     for name in HEADS:
         model.zero_grad()
@@ -95,11 +93,9 @@ def test_rows_of_padding_are_in_no_softmax(tmp_path, tied, size):
             gradient = model.get_parameter(parameter).grad
             close(gradient[:VOCAB], expected)
             assert not gradient[VOCAB:].any()
-    found = model(
-        X, head=partial(fk.linear_log_probs, labels=LABELS, temperature=0.7, entropy=True)
-    )
-    close(found[0].detach(), at_labels)
-    close(found[1].detach(), entropies)
+    head = partial(fk.linear_log_probs, labels=LABELS, temperature=0.7, entropy=True)
+    for found, expected in zip(model(X, head=head), (at_labels, entropies), strict=True):
+        close(found.detach(), expected)
     for label in (VOCAB, 63):
         outside = LABELS.clone()
         outside[1, 2] = label
@@ -108,18 +104,6 @@ def test_rows_of_padding_are_in_no_softmax(tmp_path, tied, size):
                 model(X, head=partial(head, labels=outside))
         with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
             fk.cross_entropy(model(X), outside)
-    state = fk.TrainState.create(model, fk.adamw(model))
-    batches = [TensorDict({"input_ids": X, "labels": LABELS}, [2])]
-    result = fk.evaluate(
-        state, batches, lambda m, b: fk.cross_entropy(m(b["input_ids"]), b["labels"])
-    )
-    assert float(result["loss"]) == pytest.approx(float(loss / (LABELS != -100).sum()), rel=1e-6)
-    for options in ({"temperature": 0.0}, {"temperature": 9.0}, {"temperature": 9.0, "top_k": 60}):
-        texts = fk.generate(model, X[:, :2], max_new_tokens=20, **options)
-        assert texts.max() < VOCAB
-        assert torch.equal(
-            texts, fk.generate(load(tmp_path).double(), X[:, :2], max_new_tokens=20, **options)
-        )
 
 
 def test_without_padding_nothing_more_is_computed(tmp_path):
@@ -139,17 +123,13 @@ def test_without_padding_nothing_more_is_computed(tmp_path):
             operations.append(sorted(watch.operations))
         assert operations[0] == operations[1]
         assert len(operations[2]) - len(operations[0]) <= 3  # the slice, its gradient, the sum
-    message = (
-        r"^unpadded_vocab_size 41 is above vocab_size 40, .*Raise vocab_size to it or above\.$"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"^unpadded_vocab_size 41 is above vocab_size 40, "):
         attrs.evolve(wider, unpadded_vocab_size=41)
 
 
 def _laid_out(rank, world, folder, sizes, size, new):
-    spec = attrs.evolve(
-        fk.huggingface_spec(folder), vocab_size=size, unpadded_vocab_size=VOCAB + new
-    )
+    spec = fk.huggingface_spec(folder)
+    spec = attrs.evolve(spec, vocab_size=size, unpadded_vocab_size=VOCAB + new)
     with torch.device("meta"):
         model = fk.Transformer(spec).double()
     state = lay_out(model, sizes)
@@ -184,11 +164,10 @@ def test_padding_is_in_no_softmax_of_any_layout(layout, tmp_path):
         assert torch.equal(results.pop("texts", texts), texts)
         for found in results.values():
             assert found
-            for name, expected in ((n, gradients[n]) for n in found):
-                torch.testing.assert_close(
-                    found[name][:VOCAB], expected / targets, rtol=1e-5, atol=1e-6
-                )
-                assert not found[name][VOCAB:].any()
+            for name, gradient in found.items():
+                mean, close = gradients[name] / targets, torch.testing.assert_close
+                close(gradient[:VOCAB], mean, rtol=1e-5, atol=1e-6)
+                assert not gradient[VOCAB:].any()
 
 
 NEW = {

@@ -389,7 +389,7 @@ def dense():
 REFUSED = {
     r"has choices for the layers \['layers\.1\.feed_forward'\]": lambda: replayed(CHOICE),
     r"is \(1, 6, 2\) of .*must be integers of": lambda: replayed(CHOICE[:1], CHOICE),
-    r"layers\.3\.feed_forward'\] has expert 6; 6 exp": lambda: replayed(CHOICE, CHOICE + 6),
+    r"^replay has experts 0 to 6, not 0 to 5\.$": lambda: replayed(CHOICE, CHOICE + 6),
     "^replay was given to a model without experts": lambda: dense()(IDS, replay={}),
     r"^targets has shape \(2, 5\)": lambda: tiny()(IDS, targets=IDS[:, 1:] > 3),
     r"^'capacity' must be > 0\.0: 0$": lambda: attrs.evolve(SPEC, capacity=0),

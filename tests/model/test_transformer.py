@@ -7,13 +7,11 @@ import math
 import attrs
 import pytest
 import torch
-import torch.nn.functional as F
 from lab import SPEC, Watch, plain_attention
 from torch import Tensor
 
 import forgekit as fk
 from forgekit.model import attention
-from forgekit.model.layers import rotary_angles
 
 IDS = torch.randint(0, SPEC.vocab_size, (2, 12), generator=torch.Generator().manual_seed(3))
 DOC_IDS = torch.tensor([[0] * 5 + [1] * 4 + [2] * 3, [4] * 2 + [7] * 9 + [-1]])
@@ -114,32 +112,7 @@ def test_a_float64_model_computes_nothing_in_less(dtype, doc_ids):
     assert seen.dtypes == wanted  # a float32 model has its rotary angles in float64
 
 
-# Order, documents, positions
-
-
-def test_rotary_angles_are_exact_at_far_positions():
-    """A float32 angle is off by 4e-3 at position 100,000."""
-    angles = rotary_angles(torch.tensor([0, 100_001]), 8, 10_000.0)
-    expected = [100_001 * 10_000.0 ** (-i / 8) for i in (0, 2, 4, 6)]
-    assert angles.dtype == torch.float64
-    assert angles[1].tolist() == pytest.approx(expected, rel=1e-15)
-    assert angles[0].tolist() == [0.0] * 4
-
-
 # Options
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_head_sees_the_hidden_states_and_the_output_weight(tied):
-    model = build(tied=tied)
-    weights = []
-
-    def head(hidden, weight):
-        weights.append(weight)
-        return {"logits": F.linear(hidden, weight)}
-
-    assert torch.equal(model(IDS, head=head)["logits"], model(IDS))
-    assert weights[0] is (model.embedding.weight if tied else model.output.weight)
 
 
 def test_dropout_acts_in_training_alone_and_max_seq_len_is_the_longest_that_is_accepted():

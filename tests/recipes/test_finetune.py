@@ -136,11 +136,11 @@ REFUSED = {
     "an export that is there": ({"export": "there"}, "error: export is there, which exists"),
     "an export below a file": (
         {"export": "bare/config.json/tuned"},
-        "error: .*, and nothing can be written in .*bare/config",
+        "error: .*Not a directory.*bare/config",
     ),
     "no room for an export": (
         {"base": "vast", "export": "tuned"},
-        r"error: export is tuned, .* 32,768\.0 GiB, .* has [\d.,]+ GiB free",
+        r"error: export is tuned: .* 32,768\.0 GiB, .* has [\d.,]+ GiB free",
     ),
     "a run where a model is": ({"out": "bare"}, "error: bare holds a model, .* overwritten"),
     "a long conversation": ({"seq_len": 16}, "error: .* tokens; a row has 16 positions. Pass long"),
