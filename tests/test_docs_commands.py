@@ -10,8 +10,6 @@ import math
 import re
 import runpy
 import shlex
-import subprocess
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -27,8 +25,9 @@ ROOT = Path(__file__).parents[1]
 RECIPES = ROOT / "recipes"
 PAGES = {str(p.relative_to(ROOT)): p for p in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]}
 OF_SLURM = "cpus-per-task dependency kill-on-bad-exit nodes ntasks-per-node open-mode requeue"
-BATCH = {f"--{name}" for name in [*OF_SLURM.split(), "signal", "wait"]}
-"""Options of sbatch and srun, which are not here to be asked."""
+OF_LIGHTHOUSE = "heartbeat_timeout_ms join_timeout_ms"
+OTHERS = {f"--{name}" for name in f"{OF_SLURM} {OF_LIGHTHOUSE} config help signal wait".split()}
+"""Options of sbatch and srun, and of the lighthouse, which other tests start with them."""
 
 
 def lines_of(text):
@@ -109,10 +108,7 @@ def test_options_in_the_text_exist(capsys):
     commands = re.search(r"^  COMMAND\n((?:    .*\n)+)", capsys.readouterr().out, re.M)[1]
     ours = {f for name in re.findall(r"^    (\w+)", commands, re.M) for f in help_of(name, capsys)}
     launcher = set(re.findall(r"--[a-z][\w-]*", get_args_parser().format_help()))
-    lighthouse = Path(sysconfig.get_path("scripts"), "torchft_lighthouse")
-    told = subprocess.run([lighthouse, "--help"], capture_output=True, text=True, check=True)
-    launcher |= set(re.findall(r"--[a-z]\w*", told.stdout))
-    known = ours | launcher | BATCH | {"--config", "--help"}
+    known = ours | launcher | OTHERS
     for page, path in PAGES.items():
         spans = re.findall(r"`(--[a-z][^`]*)`", path.read_text())
         if not page.startswith("docs/migration"):  # which name the options of others

@@ -498,11 +498,8 @@ def find_damage(storage: Storage, step: int, name: str, expected: dict[str, Any]
         size, crc32 = patiently(lambda: _digest(storage, step, name), file)
     except (FileNotFoundError, NotADirectoryError):
         return f"{file} is missing ({expected['bytes']} bytes expected)"
-    if size != expected["bytes"]:
-        return f"{file} has {size} bytes instead of {expected['bytes']}"
-    if crc32 != expected["crc32"]:
-        return f"{file} has crc32 {crc32} instead of {expected['crc32']}"
-    return None
+    now = {"bytes": size, "crc32": crc32}
+    return None if now == expected else f"{file} is {now} and was saved as {expected}"
 
 
 def patiently(read: Callable[[], T], name: str) -> T:

@@ -139,8 +139,8 @@ def checkpoint_load(
         log.warning("%s has fields that the state does not: %s", path, ", ".join(sorted(lost)))
     if has_average(described) != has_average(manifest):
         log.warning(
-            "only %s has an average of the weights; one of the state starts again from those "
-            "loaded, one of the checkpoint needs average=",
+            "only %s has an average of the weights: that of a state restarts from the loaded "
+            "weights, that of a checkpoint is left out without average=",
             "the state" if has_average(described) else path,
         )
     # All checks but a field's own load_state_dict are done: values change from here on.
@@ -248,7 +248,7 @@ def _check_data(path: object, saved: Any, now: Any) -> None:
         difference = f"what changed is: {', '.join(changed)}."
     raise CheckpointError(
         f"{path} was saved while training on other data: {difference} Choose another run "
-        "directory, or call checkpoint_load with allow_other_data=True to go on with them."
+        "directory, or call checkpoint_load with allow_other_data=True."
     )
 
 

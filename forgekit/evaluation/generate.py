@@ -142,8 +142,8 @@ def generate(
     with ranks.raising_together():
         if bad := text.is_bad.nonzero().flatten().tolist():
             raise ValueError(
-                f"the model's logits are NaN or infinite in {len(bad)} of {len(text.ids)} rows, "
-                f"the first of them {bad[0]}. Look at its weights: a step may have spoilt them."
+                f"the model's logits are NaN or infinite in {len(bad)} of {len(text.ids)} rows "
+                f"(first: {bad[0]}). Check its weights: a step may have corrupted them."
             )
     ids, likely = text.result(is_list=not isinstance(prompts, Tensor))
     return Generated(ids, likely) if log_probs else ids
@@ -454,9 +454,9 @@ def _check_longest(window: int, text: _Text, log_probs: bool) -> None:
     new = text.uniforms.shape[1]
     if log_probs and new and (longest := text.longest + new - 1) > window:
         raise ValueError(
-            "log_probs need prompts and new tokens, but for the last, within max_seq_len "
-            f"{window}, and there may be {longest}: a training forward takes no more. Ask for "
-            "fewer new tokens, or shorten the prompts."
+            f"log_probs need all tokens but the last within max_seq_len {window}, and there may be "
+            f"{longest}: a training forward takes no more. Ask for fewer new tokens, or shorten "
+            "the prompts."
         )
 
 

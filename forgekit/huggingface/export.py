@@ -102,7 +102,7 @@ def export_tuned(
     except (CheckpointError, OSError) as error:
         raise CheckpointError(
             f"all steps are done and saved; the export to {directory} failed: "
-            f"{str(error).rstrip('.')}. When that is mended, the same command writes it."
+            f"{str(error).rstrip('.')}. Fix that and run the same command again."
         ) from error
     finally:
         unmerge_lora(state.model)

@@ -21,6 +21,7 @@ import torch
 from forgekit.checks import brief
 from forgekit.huggingface.names import Rule, cast, leave_out, pad, rename, stack
 from forgekit.huggingface.rope import read_rope, write_rope
+from forgekit.lora.peft_files import ATTENTION
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.transformer import TransformerSpec
 from forgekit.ranks import CheckpointError, explain
@@ -63,10 +64,7 @@ BLOCK = MappingProxyType(
     {
         "attention_norm": "input_layernorm",
         "feed_forward_norm": "post_attention_layernorm",
-        "attention.query": "self_attn.q_proj",
-        "attention.key": "self_attn.k_proj",
-        "attention.value": "self_attn.v_proj",
-        "attention.output": "self_attn.o_proj",
+        **ATTENTION,
     }
 )
 """Weights of a block, here and on disk."""
@@ -166,10 +164,10 @@ class Family:
         except (CheckpointError, KeyError, TypeError, ValueError) as error:
             different = [explain(error)]
         if spec.moe is not None and spec.moe.capacity is not None:
-            different.append(f"moe.capacity is {spec.moe.capacity}, and none drops tokens")
+            different.append(f"moe.capacity is {spec.moe.capacity}, and it drops no tokens")
         if different:
             raise ValueError(
-                f"{self.architecture} is no model of this spec: {'; '.join(different)}."
+                f"{self.architecture} does not compute this spec: {'; '.join(different)}."
             )
         return config
 
@@ -259,8 +257,8 @@ def family_of(config: Config) -> Family:
     if (family := family_named(str(config.get("model_type")))) is not None:
         return family
     raise CheckpointError(
-        f"config.json: model_type {brief(config.get('model_type'))} is none of "
-        f"{', '.join(family.name for family in FAMILIES)}. A model of your own is read with names=."
+        f"config.json: model_type {brief(config.get('model_type'))} is not one of "
+        f"{', '.join(family.name for family in FAMILIES)}. For a model of your own pass names=."
     )
 
 
@@ -326,7 +324,7 @@ def _check_supported(config: Config, length: int) -> None:
     more = [(key, has[0]) for key, has in SUPPORTED.items() if config.get(key, has[0]) not in has]
     for key, only in [*more, *(("layer_types", FULL) for kind in types if kind not in KINDS)]:
         raise CheckpointError(
-            f"config.json: {key} is {brief(config[key])}, and a Transformer has only {only!r}."
+            f"config.json: {key} is {brief(config[key])}; a Transformer supports only {only!r}."
         )
     # Where a family has no switch, as Mistral, a window is on; where it has none of the layers'
     # numbers, as Qwen3-MoE, it is that of every layer. Else layer_types count, and without them
@@ -338,8 +336,8 @@ def _check_supported(config: Config, length: int) -> None:
     window = config.get("sliding_window")
     if slides and window is not None and window < length:
         raise CheckpointError(
-            f"sliding_window is {window} and the context {length}, of which a Transformer sees "
-            f"all. Shorten it: huggingface_spec(directory, max_seq_len={window})."
+            f"sliding_window is {window} and the context {length}; a Transformer attends to all "
+            f"of it. Shorten it: huggingface_spec(directory, max_seq_len={window})."
         )
 
 

@@ -133,8 +133,6 @@ def read_config(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: If it is not there or no object.
     """
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no directory; name one with a config.json.")
     return read_json(directory / "config.json")
 
 
@@ -165,7 +163,7 @@ def check_held(names: NameMap, tensors: Mapping[str, Tensor], ranks: Ranks, wher
     """Raise, on every rank, if the model has only some of the named tensors."""
     held = {name for one in ranks.each(lambda: [*tensors]) for name in one}
     if lost := [name for name, parts in names.parts.items() if parts and name not in held]:
-        raise CheckpointError(f"the model has no {lost[0]!r}, and {where} has values for it.")
+        raise CheckpointError(f"{where} has values for {lost[0]!r}, which the model lacks.")
 
 
 def held_parts(tensors: Mapping[str, Tensor], names: NameMap) -> Iterator[tuple[str, Box, Tensor]]:
@@ -228,8 +226,8 @@ def _names_of(model: nn.Module, path: Path) -> NameMap:
         kind = getattr(model.config, "model_type", None)
         if config.get("model_type") != kind:
             raise CheckpointError(
-                f"{path} is of another model: its model_type is {config.get('model_type')!r}, here "
-                f"{kind!r}. Build the model with transformers.AutoConfig.from_pretrained."
+                f"{path} is of another model: its model_type is {config.get('model_type')!r}, this "
+                f"one's {kind!r}. Build it with forgekit.huggingface.transformers_model."
             )
         return transformers_names(model)
     spec = model.spec

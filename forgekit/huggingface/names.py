@@ -260,8 +260,8 @@ def _parts_of(
         shape[0] = rule.rows
     if len(rule.keys) > 1 and shape[dim] % len(rule.keys):
         raise ValueError(
-            f"{name!r} of shape {tuple(shape)} cannot be {len(rule.keys)} tensors of one size on "
-            f"disk along dimension {dim}."
+            f"{name!r} of shape {tuple(shape)} cannot be split into {len(rule.keys)} tensors "
+            f"of equal size along dimension {dim}."
         )
     offset = sum(tensors[one].shape[dim] for one in group[: group.index(name)])
     for number, pattern in enumerate(rule.keys):

@@ -49,8 +49,8 @@ def read_base(
         return directory, spec
     if has_adapters:
         raise ValueError(
-            "new_tokens have rows of their own, which adapters do not train. Set lora.rank=0, or "
-            "train the tokens first and adapt what that exports."
+            "adapters do not train the rows of new_tokens. Set lora.rank=0, or train the tokens "
+            "first and add adapters to that export."
         )
     added = require("transformers", extra="hf").AddedToken
     tokenizer = load_tokenizer(directory)

@@ -41,17 +41,17 @@ def read_rope(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScali
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     old = {"rope_theta": config["rope_theta"], **old} if "rope_theta" in config else dict(old)
     for key in [key for key in old if key in new and old[key] != new[key]]:
-        raise CheckpointError(f"{key} is {old[key]} and in rope_parameters {new[key]}.")
+        raise CheckpointError(f"{key} is {old[key]}, and {new[key]} in rope_parameters.")
     fields = {key: value for key, value in {**old, **new}.items() if value is not None}
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind != "default" and kind not in NUMBERS:
-        raise CheckpointError(f"rope_type is {brief(kind)}; a Transformer has {[*NUMBERS]}.")
+        raise CheckpointError(f"rope_type is {brief(kind)}; a Transformer supports {[*NUMBERS]}.")
     if fields.get("partial_rotary_factor") == 1:  # all channels of a head turn
         del fields["partial_rotary_factor"]
     for key in sorted(fields.keys() - OTHERS - {*NUMBERS.get(kind, ())}):
         raise CheckpointError(
             f"the rotary settings of type {kind!r} have {key} {brief(fields[key])}, which a "
-            "Transformer's have not; they are one set for all layers."
+            "Transformer does not support; all layers share one set."
         )
     theta = float(fields.get("rope_theta", theta))
     return theta, None if kind == "default" else _scaling(kind, fields, config)

@@ -92,8 +92,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
                     stored[key] = Stored(path, view.dtype, tuple(view.shape))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
-                f"{path} is missing, damaged or was not written to the end: {explain(error)}. "
-                "Fetch it again."
+                f"{path} is missing, damaged or incomplete: {explain(error)}. Fetch it again."
             ) from None
     files = {name: str(one.file.relative_to(directory)) for name, one in stored.items()}
     if listed is not None and (different := differences(files, listed)):

@@ -199,7 +199,7 @@ def _resolve(like: Any) -> tuple[Family | None, dict[str, Any], Path | None]:
         source = path_of("like", like)
         if not source.is_dir():
             families = ", ".join(family.name for family in FAMILIES)
-            raise ValueError(f"like is {brief(like)}: no directory, and no family of {families}.")
+            raise ValueError(f"like is {brief(like)}, neither a directory nor one of {families}.")
         config = read_config(source)
     else:
         config = dict(like if isinstance(like, Mapping) else like.to_dict())
@@ -224,7 +224,7 @@ def _describe(
     rows = spec.tokens
     if tokens is not None and tokens > rows:
         raise CheckpointError(
-            f"the tokenizer has {tokens} tokens and the model {rows} rows for them. Train rows of "
+            f"the tokenizer has {tokens} tokens and the model only {rows} rows. Train rows for the "
             f"new tokens: unpadded_vocab_size={tokens} in the model's spec."
         )
     if spec.unpadded_vocab_size is None and 0 < base.get("vocab_size", rows) < rows:
@@ -259,7 +259,7 @@ def _senders(
             senders[key].setdefault(box, rank)
     for key, shape in names.shapes.items():
         if sum(map(volume, senders[key])) != math.prod(shape):
-            raise CheckpointError(f"no rank has all of {names.names[key]}, {key!r} on disk.")
+            raise CheckpointError(f"no rank holds all of {names.names[key]}, {key!r} on disk.")
     return senders
 
 
@@ -379,7 +379,7 @@ def _check_values(views: Mapping[Key, Tensor], names: NameMap, directory: Path) 
             written = view_of(files[stored[key].file], key, box)
             if not same_bits(written, view.to("cpu", written.dtype)):
                 raise CheckpointError(
-                    f"{key!r} was read back with other values than {names.names[key]} have."
+                    f"{key!r} was read back with values that differ from {names.names[key]}."
                 )
 
 
@@ -400,6 +400,6 @@ def _check_logits(directory: Path) -> None:
     error = float((opened(ids).logits - expected).norm())
     if not error <= CLOSE * float(expected.norm()):
         raise CheckpointError(
-            f"the export computes other logits in transformers: they differ by {error:.1e}, of "
-            f"{float(expected.norm()):.1e}, so it was not kept."
+            f"transformers computes other logits from the export: they differ by {error:.1e} of "
+            f"{float(expected.norm()):.1e}, so it was deleted."
         )

@@ -63,22 +63,17 @@ def transformers_model(
         **settings: Keys of the configuration that are to be others, such as ``use_cache=False``.
 
     Raises:
-        CheckpointError: If transformers cannot build it.
+        CheckpointError: If there is no ``config.json``.
+        ValueError: As transformers, if it cannot build the model.
     """
     path = path_of("directory", directory)
     transformers = require("transformers", extra="hf")
     read_json(path / "config.json")  # a name would be looked up on the Hub
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **settings)
-        with torch.device(device):
-            return transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=False
-            )
-    except Exception as error:  # transformers raises many classes
-        why = " ".join(str(error).split())
-        raise CheckpointError(
-            f"transformers cannot build the model of {path}: {type(error).__name__}: {why}"
-        ) from error
+    config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False, **settings)
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, trust_remote_code=False
+        )
 
 
 def transformers_config(model: Any) -> dict[str, Any]:
@@ -112,9 +107,8 @@ def transformers_names(model: nn.Module) -> NameMap:
     fused = [name for name in tensors if name.endswith(GATE_UP)]
     if fused and config.model_type not in (*EXPERTS, *FUSED):
         raise CheckpointError(
-            f"{fused[0]!r} holds all experts of a layer, and how a model of the type "
-            f"{config.model_type!r} names them on disk is known of {[*EXPERTS, *FUSED]} only. "
-            "Pass names=."
+            f"{fused[0]!r} holds all experts of a layer; their names on disk are known for "
+            f"{[*EXPERTS, *FUSED]}, not for {config.model_type!r}. Pass names=."
         )
     return NameMap([_rule(name, experts) for name in tensors], tensors)
 

@@ -322,22 +322,22 @@ def _problem(
     if isinstance(layer, LoraLinear) or (
         isinstance(layer, LoraExperts) and stack in layer.adapters
     ):
-        return "has an adapter already; a matrix has one"
+        return "already has an adapter"
     if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
         return f"is a {type(layer).__name__} with a forward of its own; adapters are for nn.Linear"
     if name in shared:
-        return f"has the weight of {shared[name]!r} too (tied), so merging would change both"
+        return f"shares its weight with {shared[name]!r} (tied), so merging would change both"
     if kind and adapter.dropout:
         return f"is {kind}; its adapter takes no dropout"
     if isinstance(layer, Experts) and adapter.dora:
         return f"is {kind}; its adapter takes no dora"
     if packs and kind:
-        return f'is {kind}, and base="nf4" packs other linear layers alone'
+        return f'is {kind}; base="nf4" packs only other linear layers'
     if (packs or adapter.dropout) and any(t.batch_invariant for t in transformers):
         return "is in a batch_invariant model, which takes neither dropout nor a packed base"
     if packs and isinstance(layer, nn.Linear) and layer.weight.numel() % PIECE:
         shape = [*layer.weight.shape]
-        return f'is {shape}; base="nf4" packs {PIECE} values together, which must divide theirs'
+        return f'has shape {shape}; base="nf4" packs {PIECE} values, a divisor of its size'
     return None
 
 

@@ -41,19 +41,12 @@ PREFIX = "base_model.model."
 ENDS = MappingProxyType(
     {"A": ".lora_A.weight", "B": ".lora_B.weight", "m": ".lora_magnitude_vector"}
 )
+PROJECTIONS = ("query", "key", "value", "output")
+ATTENTION = MappingProxyType({f"attention.{n}": f"self_attn.{n[0]}_proj" for n in PROJECTIONS})
+SWIGLU = {"feed_forward": "mlp", "feed_forward.shared": "mlp.shared_experts"}
 NAMES = MappingProxyType(
-    {
-        "attention.query": "self_attn.q_proj",
-        "attention.key": "self_attn.k_proj",
-        "attention.value": "self_attn.v_proj",
-        "attention.output": "self_attn.o_proj",
-        "feed_forward.gate": "mlp.gate_proj",
-        "feed_forward.up": "mlp.up_proj",
-        "feed_forward.down": "mlp.down_proj",
-        "feed_forward.shared.gate": "mlp.shared_experts.gate_proj",
-        "feed_forward.shared.up": "mlp.shared_experts.up_proj",
-        "feed_forward.shared.down": "mlp.shared_experts.down_proj",
-    }
+    {**ATTENTION}
+    | {f"{a}.{n}": f"{b}.{n}_proj" for a, b in SWIGLU.items() for n in ("gate", "up", "down")}
 )
 """Names of matrices in ``layers.N`` here, and in transformers' ``model.layers.N``."""
 HEAD = "lm_head"
@@ -212,8 +205,8 @@ def to_peft(
     by_dora = {adapter.dora: name for name, adapter in adapters.items()}
     if len(by_dora) > 1:
         raise CheckpointError(
-            f"{by_dora[True]!r} has DoRA and {by_dora[False]!r} has not; peft's files say it once "
-            "for all. Use forgekit.checkpoint_save."
+            f"{by_dora[True]!r} has DoRA and {by_dora[False]!r} does not; peft's files have one "
+            "setting for all. Use forgekit.checkpoint_save."
         )
     keys = _keys(adapters, is_transformer=is_transformer)
     files = {
@@ -257,8 +250,7 @@ def from_peft(
                 tensors[name, "W"] = tensor
         elif part is None or path == key:
             raise CheckpointError(
-                f"it holds {key!r}, which is no {PREFIX}<matrix> with one of the ends "
-                f"{quoted(ENDS.values())}."
+                f"it holds {key!r}, not {PREFIX}<matrix> with one of {quoted(ENDS.values())}."
             )
         else:
             paths.setdefault(path.removesuffix(ENDS[part]), {})[part] = tensor

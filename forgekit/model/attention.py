@@ -178,14 +178,10 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def _attend_rows(kernel: str, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    rows, positions = q.shape[:2]
-    if kernel == "flash":
+    if kernel in ("flash", "varlen"):
         return _flash(q, k, v)
-    if kernel == "varlen":
-        ends = torch.arange(rows + 1, dtype=torch.int32, device=q.device) * positions
-        return _flash(q, k, v, Bounds(ends, positions))
     if kernel == "flex":
-        return _flex(q, k, v, _block_mask(q.device, None, positions))
+        return _flex(q, k, v, _block_mask(q.device, None, q.shape[1]))
     return _sdpa(q, k, v)
 
 

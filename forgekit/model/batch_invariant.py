@@ -205,8 +205,7 @@ def refuse_batch_invariant(why: str) -> NoReturn:
     """
     raise ValueError(
         f"the model is to be batch_invariant, and {why}: log-probabilities of generate would not "
-        "be bit for bit those of a training forward. Use the one or the other; without "
-        "batch_invariant the difference can be measured."
+        "be bit for bit those of a training forward. Leave one of the two out."
     )
 
 

@@ -82,7 +82,7 @@ def _check_rows(spec: TransformerSpec, _field: Any, tokens: int | None) -> None:
     if tokens is not None and tokens > spec.vocab_size:
         raise ValueError(
             f"unpadded_vocab_size {tokens} is above vocab_size {spec.vocab_size}, and each token "
-            "has a row. Raise vocab_size to it or above."
+            "needs a row. Raise vocab_size."
         )
 
 

@@ -49,14 +49,14 @@ def rope(kind, **values):
 
 
 CONFIGS = [
-    *(({key: KINDS}, rf"{key} is .*, and a Transformer has only ") for key in UNSUPPORTED),
-    ({"sliding_window": 8}, r"sliding_window is 8 and the context 32, .* max_seq_len=8\)"),
+    *(({key: KINDS}, rf"{key} is .*; a Transformer supports only ") for key in UNSUPPORTED),
+    ({"sliding_window": 8}, r"sliding_window is 8 and the context 32; .* max_seq_len=8\)"),
     (rope("default", partial_rotary_factor=0.5), r"have partial_rotary_factor 0\.5, which a Tra"),
-    (rope("default", full_attention={}), r"have full_attention .*; they are one set for all layer"),
-    (rope("longrope", factor=2.0), r"rope_type is 'longrope'; a Transformer has \['linear', "),
-    ({"rope_theta": 7.0}, r"rope_theta is 7\.0 and in rope_parameters 10000"),
+    (rope("default", full_attention={}), r"have full_attention .*; all layers share one set"),
+    (rope("longrope", factor=2.0), r"rope_type is 'longrope'; a Transformer supports \['linear', "),
+    ({"rope_theta": 7.0}, r"rope_theta is 7\.0, and 10000\.0 in rope_parameters"),
     ({"tie_word_embeddings": "false"}, r"tie_word_embeddings is 'false'; it must be true or fals"),
-    ({"model_type": "gpt_neox"}, r"model_type 'gpt_neox' is none of llama, mistral, "),
+    ({"model_type": "gpt_neox"}, r"model_type 'gpt_neox' is not one of llama, mistral, "),
 ]
 
 
@@ -137,7 +137,7 @@ EMBEDDING = "model.embed_tokens.weight"
 BIAS = {"model.layers.0.self_attn.q_proj.bias": torch.ones(16)}
 WHOLE = {EMBEDDING: torch.ones(16, 16, dtype=torch.int8)}
 FILES = {
-    "a file cut short": (cut, "is missing, damaged or was not written to the end: "),
+    "a file cut short": (cut, "is missing, damaged or incomplete: "),
     "a tensor that is gone": (
         resave(lambda tensors: tensors.pop(EMBEDDING)),
         r"does not fit the model: it lacks 'model\.embed_tokens\.weight' \(nearest",
@@ -201,15 +201,15 @@ def test_what_cannot_be_loaded_into_is_refused(saved, tmp_path):
         model = fk.Transformer(SPEC)
     with pytest.raises(ValueError, match=r"^'embedding\.weight' is on meta and has no memory"):
         fk.load_huggingface(model, saved)
-    with pytest.raises(fk.CheckpointError, match=r"gone is no directory; name one with a config"):
+    with pytest.raises(fk.CheckpointError, match=r"gone/config\.json cannot be read: No such"):
         fk.load_huggingface(fk.Transformer(SPEC), tmp_path / "gone")
 
 
 EXPORTS = [
-    ({}, "gpt2", r"^like is 'gpt2': no directory, and "),
-    ({}, "qwen3", r"^Qwen3ForCausalLM is no model of this spec: qk_norm True there and False he"),
-    ({"router": "sigmoid"}, None, r"LlamaForCausalLM is no model .* Dots1ForCausalLM is no model"),
-    ({"capacity": 1}, None, r"moe\.capacity is 1, and none drops"),
+    ({}, "gpt2", r"^like is 'gpt2', neither a directory nor "),
+    ({}, "qwen3", r"^Qwen3ForCausalLM does not compute this spec: qk_norm True there and False"),
+    ({"router": "sigmoid"}, None, r"LlamaForCausalLM does not .* Dots1ForCausalLM does"),
+    ({"capacity": 1}, None, r"moe\.capacity is 1, and it drops no"),
 ]
 
 
@@ -223,11 +223,11 @@ def test_exports_that_cannot_be_are_refused_and_leave_nothing(tmp_path, moe, lik
 
 def test_tokenizers_of_other_models_and_files_that_are_none_are_refused(tmp_path):
     model, path = fk.Transformer(SPEC), tmp_path / "tokenizer.json"
-    with pytest.raises(fk.CheckpointError, match=r"^tokenizer: gone is no tokenizer\.json, and no"):
+    with pytest.raises(fk.CheckpointError, match=r"^tokenizer is 'gone', neither a tok"):
         fk.save_huggingface(model, tmp_path / "new", tokenizer="gone")
     vocab = {str(number): number for number in range(17)}
     Tokenizer(WordLevel(vocab, unk_token="0")).save(str(path))
-    with pytest.raises(fk.CheckpointError, match=r"^the tokenizer has 17 tokens and the model 16"):
+    with pytest.raises(fk.CheckpointError, match=r"^the tokenizer has 17 tokens and the model"):
         fk.save_huggingface(model, tmp_path / "new", tokenizer=path)
     path.write_text('{"model": {"vocab": {"a": 0}}, "added_tokens": []}')
     with pytest.raises(fk.CheckpointError, match=r"^no tokenizer can be built from tokenizer\.js"):
@@ -258,7 +258,7 @@ def test_a_model_with_more_in_it_is_not_written_and_is_read_into(saved, tmp_path
     assert torch.equal(model.layers[0].extra.weight, before)
     assert torch.equal(model.output.weight, fk.Transformer(SPEC).output.weight)
     model.layers[0].attention.query = torch.nn.Sequential(model.layers[0].attention.query)
-    with pytest.raises(fk.CheckpointError, match=r"no 'layers\.0\.attention\.query\.weight', and"):
+    with pytest.raises(fk.CheckpointError, match=r"has values for 'layers\.0\.attention\.que"):
         fk.load_huggingface(model, saved)
 
 
@@ -280,7 +280,7 @@ RULES = [
     (lambda: [stack(join("a.*.w", ["x.*.{}.v", "x.*.{}.w"]))], r"^stack takes the first dimension"),
     (
         lambda: [BOTH[0], join("b", ["b.0", "b.1", "b.2"])],
-        r"^'b' of shape \(2,\) cannot be 3 tensors of one size on disk along dimension 0\.$",
+        r"^'b' of shape \(2,\) cannot be split into 3 tensors of equal size along ",
     ),
     (lambda: [BOTH[0], pad(BOTH[1], 3)], r"^'b' has 2 rows and pad asks for 3"),
 ]
@@ -305,7 +305,7 @@ def test_no_code_of_a_directory_runs(saved, tmp_path, monkeypatch):
     change(saved / "config.json", auto_map=MAPPED)
     fk.load_huggingface(fk.Transformer(fk.huggingface_spec(saved)), saved)
     change(saved / "config.json", model_type="own")
-    with pytest.raises(fk.CheckpointError, match=r"^transformers cannot build .* custom code whi"):
+    with pytest.raises(ValueError, match="contains custom code which must be executed"):
         fk.huggingface.transformers_model(saved)
     settings = {"auto_map": {"AutoTokenizer": ["code.Own", None]}, "tokenizer_class": "Own"}
     (saved / "tokenizer_config.json").write_text(json.dumps(settings))

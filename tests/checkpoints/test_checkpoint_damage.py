@@ -18,7 +18,7 @@ import pytest
 import torch.distributed as dist
 from covering import first_of
 from lab import file_size_limit
-from pool import run_again, run_ranks
+from pool import run_again
 from saved import assert_same, build, edit, everything, flip, rewrite, truncate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,8 +63,8 @@ def in_manifest(how, **changes):
 
 
 DAMAGE = {
-    "truncated": (in_shard(truncate), r"rank_00000\.safetensors has \d+ bytes instead of \d+"),
-    "flipped bit": (in_shard(flip), r"rank_00000\.safetensors has crc32 \w{8} instead of \w{8}"),
+    "truncated": (in_shard(truncate), r"rank_00000\.safetensors is .*'bytes': .* saved as"),
+    "flipped bit": (in_shard(flip), r"rank_00000\.safetensors is .*'crc32': .* saved as"),
     "missing": (in_shard(Path.unlink), r"rank_00000\.safetensors is missing"),
     "edited": (in_manifest(edit, world=7), "was changed after it was saved"),
     "no text": (manifest_of(b"\xff\x00"), "is not JSON"),
@@ -186,7 +186,7 @@ def _save_to_a_full_disk(rank, world, directory):
 
 
 def test_a_disk_that_is_full_after_some_bytes_leaves_what_was_there(tmp_path):
-    for message, left, step in run_ranks(_save_to_a_full_disk, 2, tmp_path / "runs"):
+    for message, left, step in run_again(_save_to_a_full_disk, 2, tmp_path / "runs"):
         assert re.search("step 2 could .*: rank 1: File too large.*Earlier .* untouched", message)
         assert (left, step) == (["latest", "step_00000000"], 2)
 

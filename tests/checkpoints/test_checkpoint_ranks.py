@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lab import alone, lay_out, train
-from pool import run_again, run_ranks
+from pool import run_again
 from saved import Elsewhere, Own, assert_same, build, everything, load
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,7 +52,7 @@ def _resume(rank, world, directory):
 
 
 def test_training_goes_on_beside_a_save_and_resumes_bitwise(tmp_path):
-    paths = run_ranks(_resume, 2, tmp_path / "new")
+    paths = run_again(_resume, 2, tmp_path / "new")
     assert paths == [tmp_path / "new" / "step_00000002"] * 2
     assert sorted(os.listdir(tmp_path / "new")) == ["latest", "step_00000002"]
 
@@ -180,7 +180,7 @@ def _stream(rank, world, directory):
 
 
 def test_each_rank_goes_on_in_its_stream_where_it_stood_or_all_refuse(tmp_path):
-    pulled = run_ranks(_stream, 2, tmp_path)
+    pulled = run_again(_stream, 2, tmp_path)
     assert pulled[0] != pulled[1]
     state = streaming(1, stream_of(0, 1))
     before = everything(state)

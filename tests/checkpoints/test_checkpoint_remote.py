@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from lab import train
-from pool import run_again, run_ranks
+from pool import run_again
 from saved import assert_same, build, everything, load, save
 
 import forgekit as fk
@@ -154,7 +154,7 @@ def _save(rank, world, url):
 
 def test_two_ranks_save_and_any_number_loads_and_a_failure_on_one_is_raised_on_both(tmp_path):
     url = f"file://{tmp_path}/runs"
-    both = run_ranks(_save, 2, url)
+    both = run_again(_save, 2, url)
     for _, message in both:
         assert "rank_00001.safetensors: OSError: No space left on device" in message
     assert len(list(tmp_path.glob("runs/step_00000002/data-*/rank_0000[01].safetensors"))) == 2

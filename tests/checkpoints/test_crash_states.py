@@ -95,28 +95,12 @@ SPEC = fk.TransformerSpec(
 )
 
 
-def transformer(seed, lora=False):
-    torch.manual_seed(seed)
-    model = fk.Transformer(SPEC)
-    if lora:
-        fk.add_lora(model, rank=1)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.normal_()
-    return model
-
-
 def values(model):
     return digest_of(model.state_dict().values())
 
 
 def read_export(path):
-    fk.load_huggingface(model := transformer(9), path)
-    return values(model)
-
-
-def read_adapter(path):
-    fk.load_adapter(model := transformer(0, lora=True), path)
+    fk.load_huggingface(model := fk.Transformer(SPEC, seed=9), path)
     return values(model)
 
 
@@ -124,17 +108,8 @@ def read_tokens(path):
     return tuple(open_tokens(path).read(0, 4).tolist())
 
 
-def write_adapter(path, seed):
-    base, new = transformer(0, lora=True), transformer(seed, lora=True)
-    for (name, old), value in zip(base.named_parameters(), new.parameters(), strict=True):
-        if "lora" in name:
-            old.data.copy_(value)
-    fk.save_adapter(base, path)
-    return values(base)
-
-
 def write_export(path, seed):
-    fk.save_huggingface(model := transformer(seed), path)
+    fk.save_huggingface(model := fk.Transformer(SPEC, seed=seed), path)
     return values(model)
 
 
@@ -153,7 +128,6 @@ def prepare_text(path, seed):
 
 WRITERS = {
     "export": (write_export, read_export, (1, 2)),
-    "adapter": (write_adapter, read_adapter, (1, 2)),
     "token file": (write_tokens, read_tokens, (1, 2)),
     "prepare": (prepare_text, read_tokens, (1,)),
 }

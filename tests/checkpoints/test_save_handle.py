@@ -8,7 +8,7 @@ import threading
 import attrs
 import pytest
 from lab import train
-from pool import run_ranks
+from pool import run_again
 from saved import assert_same, build, everything
 
 import forgekit as fk
@@ -99,4 +99,4 @@ def interleave(rank, world, folder):
 
 
 def test_interleaved_runs_on_two_ranks_save_what_each_does_alone(tmp_path):
-    run_ranks(interleave, 2, tmp_path)
+    run_again(interleave, 2, tmp_path)

@@ -24,7 +24,7 @@ from lab import (
     reference_gradients,
     relative_error,
 )
-from pool import run_again, run_ranks
+from pool import run_again
 from saved import assert_same
 from tensordict import TensorDict
 
@@ -281,7 +281,7 @@ def _stopped(rank, world, asks):
 
 
 def test_an_evaluation_ends_on_all_ranks_after_one_asked_for_a_stop_and_reports_no_set():
-    here, there = run_ranks(_stopped, 2, 1)
+    here, there = run_again(_stopped, 2, 1)
     assert here == (6, [], "another rank")  # the vote before the fourth is heard two later
     assert there == (6, [], "enough")
 

@@ -141,7 +141,7 @@ def test_a_round_trip_is_bitwise_in_each_layout(layout, tmp_path):
     world = 4 if layout in LONG else 2
     save_model(kind, tmp_path / "theirs")
     padding = 1 if "tp" in sizes else 3  # of the vocabulary, which ranks of tp share evenly
-    run_ranks(_round_trip, world, tmp_path, padding, sizes, *precision)
+    run_again(_round_trip, world, tmp_path, padding, sizes, *precision)
     assert_same(contents(tmp_path / "theirs"), contents(tmp_path / "ours"))
     assert fk.huggingface_spec(tmp_path / "ours") == fk.huggingface_spec(tmp_path / "theirs")
 
@@ -343,25 +343,6 @@ def leave_index(base, other):
         shutil.copy(path, base)
 
 
-def into_folder(base, other):
-    """Shards in a folder of their own, as the index says."""
-    leave_index(base, other)
-    (base / "model.safetensors").unlink()
-    index = json.loads((base / SHARDS).read_text())
-    (base / "part").mkdir()
-    for path in base.glob("model-*"):
-        path.rename(base / "part" / path.name)
-    weights = {name: f"part/{file}" for name, file in index["weight_map"].items()}
-    write(base / SHARDS, index | {"weight_map": weights})
-
-
-def beside(base, other):
-    shutil.copy(next(other.glob("model-*")), base / "consolidated.safetensors")
-    for name in ("optimizer.safetensors", "model.fp16.safetensors", "pytorch_model.bin"):
-        shutil.copy(base / "consolidated.safetensors", base / name)
-    write(base / "model-00002-of-00002.safetensors.incomplete", "")
-
-
 def named(name):
     """The configuration names a file, or an index, and another model has the usual name."""
 
@@ -389,8 +370,6 @@ ADAPTER = "adapter_config.json"
 ROOMS = {
     "an index and shards of another save": (leave_index, None),
     "an index that was cut short": (lambda base, other: write(base / SHARDS, "{"), None),
-    "files of other programs": (beside, None),
-    "shards in a folder": (into_folder, None),
     "a file that the configuration names": (named("named.safetensors"), None),
     "an index that the configuration names": (named(SHARDS), None),
     "a variant alone": (no_weights, r"has neither model\.safetensors nor .*'model\.fp16\.saf"),
@@ -487,7 +466,7 @@ def test_a_model_of_ones_own_is_written_and_read_by_rules(tmp_path):
     model.left.zero_()
     assert_same(dict(other.state_dict()), dict(model.state_dict()))
     del model.table
-    with pytest.raises(fk.CheckpointError, match=r"no rank has all of \['table'\], 'table' on"):
+    with pytest.raises(fk.CheckpointError, match=r"no rank holds all of \['table'\], 'table' on"):
         fk.save_huggingface(model, tmp_path / "less", names=names, like={"model_type": "own"})
 
 
@@ -506,7 +485,7 @@ def test_logits_of_transformers_are_compared_where_asked_for(tmp_path, monkeypat
     monkeypatch.setattr(families, "write_rope", lambda theta, kind: write(3 * theta, kind))
     monkeypatch.setattr(families, "read_rope", lambda *config: (read(*config)[0] / 3, None))
     fk.save_huggingface(model, tmp_path / "not asked for")
-    with pytest.raises(fk.CheckpointError, match=r"computes other logits in transformers: they d"):
+    with pytest.raises(fk.CheckpointError, match=r"computes other logits from the export: they d"):
         fk.save_huggingface(model, tmp_path / "new", check_logits=True, dtype=dtype)
     assert not (tmp_path / "new").exists()
 
@@ -518,7 +497,7 @@ def test_an_export_that_differs_leaves_nothing(tmp_path, monkeypatch):
         write(path, entries, (t.neg() if t.ndim == 1 else t for t in tensors))
 
     monkeypatch.setattr(save, "write_tensors", damaged)
-    with pytest.raises(fk.CheckpointError, match=r"layernorm\.weight' was read back with other"):
+    with pytest.raises(fk.CheckpointError, match=r"layernorm\.weight' was read back with va"):
         fk.save_huggingface(fk.Transformer(SMALL), tmp_path / "ours")
     assert not list(tmp_path.iterdir())
 
@@ -528,7 +507,7 @@ def _refuse(rank, world, directory):
     mesh = fk.build_mesh(fk.MeshSpec(pp=2, dp_shard=1), device="cpu")
     model = fk.parallelize(fk.Transformer(SMALL, seed=3), mesh)
     before = full_tensors(model)
-    with pytest.raises(fk.CheckpointError, match="damaged or was not written to the end"):
+    with pytest.raises(fk.CheckpointError, match="damaged or incomplete"):
         fk.load_huggingface(model, directory / "damaged")
     assert_same(full_tensors(model), before)
     limit = nullcontext() if rank else file_size_limit(10_000)

@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import some_of
 from huggingface_models import load, make_model, some_ids
 from lab import Watch, full, lay_out, mean_gradients
 from pool import run_again
@@ -178,7 +179,7 @@ NEW = {
 }
 
 
-@pytest.mark.parametrize("layout", NEW)
+@pytest.mark.parametrize("layout", some_of(NEW, "fsdp2"))
 def test_new_tokens_start_at_the_mean_and_padding_at_zero(layout, tmp_path, monkeypatch):
     monkeypatch.setattr("forgekit.huggingface.load.ROWS", 7)
     sizes, world, tied = NEW[layout]

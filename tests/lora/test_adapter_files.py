@@ -14,7 +14,7 @@ from adapted import build, move
 from covering import first_of, some_of
 from huggingface_models import logits_of, make_model, some_ids
 from lab import alone, full_tensors, relative_error
-from pool import run_ranks
+from pool import run_again
 from safetensors.torch import load_file, save_file
 from saved import assert_same, truncate
 from torch import nn
@@ -152,7 +152,7 @@ def _move_through(rank, world, folder, layouts):
 def test_every_layout_writes_the_files_of_one_process_and_reads_them(world, layouts, tmp_path):
     for kind in {kind for kind, _ in layouts}:
         fk.save_adapter(move(build(kind)), tmp_path / kind)
-    run_ranks(_move_through, world, tmp_path, layouts)
+    run_again(_move_through, world, tmp_path, layouts)
 
 
 def test_a_foreign_model_keeps_its_own_names(tmp_path):
@@ -206,7 +206,7 @@ LOADED = [
     (
         in_file(lambda t: t.update({"x.vera_lambda": torch.ones(1)})),
         plain,
-        "vera_lambda', which is",
+        "vera_lambda', not base",
     ),
     (in_file(lambda t: t[min(t)].fill_(math.nan)), plain, "holds values that are not finite"),
     (lambda folder: truncate(folder / TENSORS), plain, "/adapter: SafetensorError: "),
@@ -229,12 +229,11 @@ def test_an_adapter_of_another_base_is_refused_and_changes_nothing(
 
 OF_EXPERTS = {
     "rewritten": (["gate_proj", "up_proj", "down_proj", "k_proj"], {}),
-    "both": (["q_proj"], {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
     "down": (["q_proj"], {"target_parameters": ["mlp.experts.down_proj"]}),
 }
 
 
-@pytest.mark.parametrize("case", some_of(OF_EXPERTS, "both"))
+@pytest.mark.parametrize("case", OF_EXPERTS)
 def test_an_adapter_of_experts_is_refused_with_how_to_merge_it(case, tmp_path):
     import peft
 
@@ -278,7 +277,7 @@ def trained():
 SAVED = [
     (trained, r"1 trained parameters .*'norm\.weight'"),
     (merged, "the file is for a base without them"),
-    (partial(build, "dense"), r"has DoRA and '.*' has not"),
+    (partial(build, "dense"), r"has DoRA and '.*' does not"),
     (
         partial(build, "experts"),
         r"'layers\.1\..*\.experts\..*' is an adapter of experts, .*merge_lora ",

@@ -130,9 +130,9 @@ def packed_of(targets, base="nf4", **changes):
 
 MOE = fk.MoESpec(experts=2, top_k=1, ffn_dim=128)
 REFUSED = [
-    (lambda: packed_of(("*.query", "*.value")), r"value' is \[64, 128\]; .* packs 16384 values"),
-    (lambda: packed_of(("*.query", "output")), "'output' is the output projection, and base="),
-    (lambda: packed_of("*.experts.up", moe=MOE), r"experts\.up' is of experts, and base="),
+    (lambda: packed_of(("*.query", "*.value")), r"value' has shape \[64, 128\]; .* packs 16384 v"),
+    (lambda: packed_of(("*.query", "output")), "'output' is the output projection; base="),
+    (lambda: packed_of("*.experts.up", moe=MOE), r"experts\.up' is of experts; base="),
     (lambda: packed_of("*.query", base="int4"), r"base is 'int4'; it is one of \"nf4\"\."),
     (lambda: read_plan(packed_of("*.query"), 2), "query' is packed .*, which FSDP alone can shard"),
     (lambda: relora(alone(packed_of("*.query")), every=1), "a merge into four bits would round"),

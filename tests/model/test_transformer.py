@@ -138,25 +138,3 @@ REFUSED = {
 def test_sizes_that_do_not_fit_are_refused(message):
     with pytest.raises(ValueError, match=message):
         attrs.evolve(SPEC, **REFUSED[message])
-
-
-# Sockets
-
-
-def test_attend_and_locate_are_sockets():
-    model = build()
-    position_ids = torch.tensor([0, 1, 2, 3, 4, 5, 18, 19, 20, 21, 22, 23])
-    expected = model(IDS, position_ids=position_ids, doc_ids=DOC_IDS)
-    calls = []
-
-    def attend(q, k, v, *, doc_ids):
-        calls.append((q.shape, k.shape, v.shape, doc_ids))
-        return fk.model.attend_causal(q, k, v, doc_ids=doc_ids)
-
-    for layer in model.layers:
-        layer.attention.attend = attend
-    model.locate = lambda s, device: position_ids[:s].to(device)
-    assert torch.equal(model(IDS, doc_ids=DOC_IDS), expected)
-    assert calls == [((2, 12, 6, 4), (2, 12, 2, 4), (2, 12, 2, 4), DOC_IDS)] * SPEC.layers
-    given = torch.arange(12)
-    assert not torch.allclose(model(IDS, position_ids=given, doc_ids=DOC_IDS), expected)

@@ -332,7 +332,7 @@ def test_new_tokens_are_trained_and_exported_with_their_tokenizer(base, tmp_path
     )
     end = before.eos_token
     for message, *more in (
-        ("which adapters do not train. Set lora.rank=0, or train", added, "lora.rank=2"),
+        ("adapters do not train the rows of new_tokens. Set lora.rank=0", added, "lora.rank=2"),
         (f"new_tokens has {end!r}, which is empty or in the tokenizer", f'new_tokens=["{end}"]'),
         ("new_tokens has '<a>', which is", 'new_tokens=["<a>","<a>"]'),
         ("new_tokens has '', which is empty", 'new_tokens=[""]'),
