@@ -37,11 +37,11 @@ state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()))
 
 generator = torch.Generator().manual_seed(0)
 trace, gradient_sq = 0.0, 0.0
-for _ in range(100):
+for _ in range(50):
     x = 2 + 3 * torch.randn(64, 1, generator=generator)
     batches = TensorDict({"x": x}, [64]).split(4)
     variance, square = gradient_noise(state, batches, loss_fn)
-    trace += variance.item() / 100
-    gradient_sq += square.item() / 100
+    trace += variance.item() / 50
+    gradient_sq += square.item() / 50
 print(f"variance {trace:.2f} of 9, squared gradient {gradient_sq:.2f} of 4")
 print(f"noise scale {trace / gradient_sq:.2f} of 2.25")

@@ -465,8 +465,7 @@ def retain(storage: Storage, keep: Keep | None, saved: int) -> None:
     )
     for step, manifest in committed(storage, deciding, faults):
         metrics[step] = manifest.get("metric")
-    damaged = {step: fault for step, fault in faults.items() if fault != "is missing"}
-    if damaged:
+    if damaged := {step: fault for step, fault in faults.items() if fault != "is missing"}:
         log.warning("%s is kept and not counted: %s", *describe_faults(storage, damaged))
     _discard(storage, sorted(metrics.keys() - keep.of(metrics) - {saved}))
 

@@ -121,10 +121,7 @@ def checkpoint_load(
     if not allow_other_data and "fields" in parts:  # without fields the data start anew
         now = as_json(fingerprint, saved["fields"]["samples"])
         _check_data(path, saved["fingerprint"], now)
-    try:
-        manifest = choose(rename(saved, renames), parts)
-    except CheckpointError as error:
-        raise CheckpointError(f"renames does not fit {path}: {error}.") from None
+    manifest = choose(rename(saved, renames), parts)
     check_unmerged(state.model, "unmerging would bring back other weights")
     described = choose(collect(state, ranks.rank)[1], parts)
     added = () if "optimizer" in parts else _added_adapters(state.model, manifest)
@@ -241,15 +238,14 @@ def _check_data(path: object, saved: Any, now: Any) -> None:
     if saved is None or now is None or saved == now:
         return
     saved_facts, facts = facts_of(saved), facts_of(now)
-    difference = f"its fingerprint is {brief(saved)} and today's is {brief(now)}."
+    changed = [f"fingerprint ({brief(saved)} then, {brief(now)} now)"]
     if saved_facts and facts:
-        if not (changed := compare_facts(saved_facts, facts)):
-            return
-        difference = f"what changed is: {', '.join(changed)}."
-    raise CheckpointError(
-        f"{path} was saved while training on other data: {difference} Choose another run "
-        "directory, or call checkpoint_load with allow_other_data=True."
-    )
+        changed = compare_facts(saved_facts, facts)
+    if changed:
+        raise CheckpointError(
+            f"{path} was saved while training on other data: what changed is: {', '.join(changed)}."
+            " Choose another run directory, or load with allow_other_data=True."
+        )
 
 
 @torch.no_grad()

@@ -200,10 +200,8 @@ def wait_for_saves(state: TrainState | SaveHandle | None = None) -> None:
     Raises:
         CheckpointError: If such a save failed and that was not raised yet.
     """
-    saves: list[PendingSave | None] = [*join_saves()] if state is None else []
-    if state is not None:
-        saves = [(state.saves if isinstance(state, TrainState) else state).pending]
-    for save in saves:
+    handle = state.saves if isinstance(state, TrainState) else state
+    for save in join_saves() if handle is None else [handle.pending]:
         if save is not None and not save._reported:
             save.wait()
 

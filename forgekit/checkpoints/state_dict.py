@@ -187,7 +187,7 @@ def rename(manifest: dict[str, Any], renames: Mapping[str, str]) -> dict[str, An
         longest = max(fitting, key=lambda new: len(renames[new]), default=None)
         names[name] = name if longest is None else longest + name[len(renames[longest]) :]
     if twice := [new for new, count in Counter(names.values()).items() if count > 1]:
-        raise CheckpointError(f"two of its names become {twice[0]!r}")
+        raise CheckpointError(f"renames gives two tensors the name {twice[0]!r}.")
     keys = {p + old: p + new for p in ("model.", _AVERAGE) for old, new in names.items()}
     parts = {
         part: {names.get(name, name): value for name, value in manifest[part].items()}

@@ -73,7 +73,7 @@ def test_the_average_stands_in_for_the_weights_and_leaves_them_as_they_were():
     assert_close(parameters_of(state.model), before)
 
 
-MESSAGE = "has an average of the weights; one of the state starts again"
+MESSAGE = "has an average of the weights: that of a state restarts"
 ALL = ("model", "optimizer", "fields")
 LOADED = {
     "as it was": (fk.EMA(0.5), fk.EMA(0.5), ALL),

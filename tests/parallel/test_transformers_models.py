@@ -308,7 +308,7 @@ def test_models_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="no plan names the experts of Qwen3Moe"):
         find_experts(model, None)
     model.config.model_type = "other"
-    with pytest.raises(fk.CheckpointError, match="gate_up_proj' holds all experts of a layer, "):
+    with pytest.raises(fk.CheckpointError, match="gate_up_proj' holds all experts of a layer; "):
         transformers_names(model)
     model.config.base_model_tp_plan = {"layers.*.mlp.down_proj": "packed_rowwise"}
     with pytest.raises(ValueError, match=r"layers\.\*\.mlp\.down_proj: packed_rowwise', a style"):
