@@ -16,10 +16,14 @@ CONFIG = {
 
 
 def rows_of(count, scale=1.0):
-    measured = {"perf/tokens_per_second": 1000.0, "perf/step_seconds": 90.0, "train/skipped": 0}
+    measured = {
+        "perf/tokens_per_second": 1000.0,
+        "perf/step_seconds": 90.0,
+        "train/targets": 90_000,
+    }
     return [
         {"step": step, "samples": 8 * step, "train/loss": scale * (2 + 5 / step)}
-        | {"train/grad_norm": 1 / step, "train/lr": 1e-3 / step, **measured}
+        | {"train/skipped": 0, "train/grad_norm": 1 / step, "train/lr": 1e-3 / step, **measured}
         for step in range(1, count + 1)
     ]
 

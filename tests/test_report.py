@@ -60,13 +60,13 @@ def test_every_part_of_a_run_is_on_its_page_which_loads_nothing_from_elsewhere(t
     page = Page(write_report(run))
     for text in (
         *("Loss", "Learning rate", "Gradient norm before clipping", "Targets per second"),
-        *("Loss by source", "own/metric", "Load of each expert", "idle: 1/4"),
-        *("started again", "phase", "bad step", "eval/held_out/loss 2.5250 at last"),
-        *("failed; step 40 of 60, OSError: <oh>", "124.5 M", "8 x cuda", "1:00:00"),
-        *("Bad steps", "step_00000040", "def <b>f</b>(): \ufffd[31m", "interleaved_1f1b"),
+        *("Loss by source", "own/metric", "moe/load/layers.1", "4 times"),
+        *("started", "phase", "bad step", "eval/held_out/loss 2.5250"),
+        *("failed; step 40 of 60, OSError: <oh>", "124,500,000", "8 x cuda", "1:00:00"),
+        *("Bad steps", "step_00000040", r"def <b>f</b>(): \x1b[31m", "interleaved_1f1b"),
     ):
         assert text in page.text, text
-    assert page.source.count("<svg") == 2, "curves in one grid, and the loads"
+    assert page.source.count("<svg") == 1, "one grid"
     assert "default-src 'none'" in page.source
     assert not [tag for tag, _ in page.tags if tag in ("script", "link", "iframe")]
     for _, attributes in page.tags:
@@ -79,22 +79,21 @@ def test_the_headline_says_what_a_run_took(tmp_path):
     rows = [row | took | {"perf/mfu": 0.25} for row in rows_of(40)]
     lines(tmp_path / "metrics.jsonl", rows)
     rows = {row[0]: row[1] for row in page_of(tmp_path).rows if len(row) == 2}
-    assert rows["targets seen"] == "4,000"
-    assert rows["targets per second"] == "1,000"
+    assert rows["targets"] == "4,000, 200 per second"
     assert rows["MFU"] == "25.0%"
     assert rows["time in steps"] == "0:00:20, 25.0% waiting for data"
-    assert rows["train/loss"] == "2.1250 at last"
+    assert rows["train/loss"] == "2.1250"
 
 
 def test_numbers_that_no_axis_can_hold_are_left_out_and_spikes_stay(tmp_path):
     """An integer of 400 digits, a float whose axis would overflow, one far above all others."""
-    rows = few(20_000)
+    rows = few(4_000)
     rows[4]["train/loss"], rows[6]["train/loss"], rows[8]["own"] = 1e308, None, 10**400
-    rows[9_999]["train/loss"] = 1e6
+    rows[1_999]["train/loss"] = 1e6
     lines(tmp_path / "metrics.jsonl", rows)
     page = page_of(tmp_path, charts=True)
     assert len(page.source) < 2e5
-    assert "1 0 5 1 0 6 nats per target" in page.text, "a logarithmic axis up to the spike"
+    assert "1 0 5 1 0 6" in page.text, "a logarithmic axis up to the spike"
     assert "308" not in page.text
 
 
@@ -144,7 +143,7 @@ def test_without_matplotlib_the_page_has_its_tables(tmp_path, monkeypatch):
 
 
 NO_RUNS = {
-    "nothing": (["empty"], r"empty has no row of metrics and no status\.json\. +Name a run dir"),
+    "nothing": (["empty"], r"empty has no row and no status\.json\. +Name a run dir"),
     "other text": (["broken"], r"line 1 is 'step 1 loss 3'\. Name a run directory"),
     "a file in the way": (["run", "--out", "broken/metrics.jsonl/a.html"], r"no page was written"),
 }
@@ -162,33 +161,27 @@ def test_what_is_no_run_exits_2(arguments, message, tmp_path, monkeypatch, capsy
     assert not list(tmp_path.rglob("*.html"))
 
 
-# Pictures
-
-LOSSES = ({}, {"train/loss": 6.0}, {"train/lr": 0.01}, {"eval/a/loss": 4.0})
 LAYERS = [f"moe/load/layers.{layer}.feed_forward" for layer in range(2)]
-LOADS = ({LAYERS[0]: [9.0, 0.0]}, {LAYERS[1]: [1.0, 1.0]})
+PICTURES = [
+    (plot_losses, {"train/loss": 6.0}, {"train/loss": 6.0, "eval/a/loss": 4.0}),
+    (plot_expert_loads, {LAYERS[0]: [9.0, 0.0]}, {LAYERS[1]: [1.0, 1.0]}),
+]
 
 
-@pytest.mark.parametrize(("draw", "changes"), [(plot_losses, LOSSES), (plot_expert_loads, LOADS)])
-def test_each_number_is_in_the_picture(tmp_path, monkeypatch, draw, changes):
+@pytest.mark.parametrize(("draw", "first", "second"), PICTURES)
+def test_each_number_is_in_the_picture(tmp_path, monkeypatch, draw, first, second):
     """Without pyplot, whose global figures belong to the user's own script."""
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    pictures = []
-    for change in ({}, *changes):
-        rows = rows_of(10)
+    pictures = set()
+    for change in ({}, first, second):
+        rows = rows_of(5)
         rows[0]["train/loss"] = None
         rows[-1] |= {"eval/a/loss": 2.1, LAYERS[0]: [1.0, 3.0], LAYERS[1]: [0.5, 2.0]} | change
         path = lines(tmp_path / "m.jsonl", rows)
-        pictures.append(draw(path, tmp_path / "new" / "m.png").read_bytes())
-    assert pictures[0].startswith(b"\x89PNG\r\n\x1a\n")
-    assert len(set(pictures)) == (4 if draw is plot_losses else 3), "its second one is the first"
-
-
-@pytest.mark.parametrize(
-    ("draw", "message"), [(plot_losses, "1 rows and no finite"), (plot_expert_loads, "Log them: ")]
-)
-def test_nothing_to_draw_is_an_error_and_no_picture(tmp_path, draw, message):
-    path = lines(tmp_path / "m.jsonl", [{"step": 1, "train/loss": None}])
-    with pytest.raises(ValueError, match=message):
-        draw(path, tmp_path / "m.png")
-    assert not (tmp_path / "m.png").exists()
+        pictures.add(draw(path, tmp_path / "m.png").read_bytes())
+    assert len(pictures) == 3
+    assert all(each.startswith(b"\x89PNG\r\n\x1a\n") for each in pictures)
+    lines(path, [{"step": 1, "train/loss": None}])
+    with pytest.raises(ValueError, match="has no number of"):
+        draw(path, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
