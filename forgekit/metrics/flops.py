@@ -46,7 +46,7 @@ UNKNOWN = ("sliding_window", "kv_lora_rank", "is_encoder_decoder")
 Integers = NDArray[np.int64]
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Flops:
     """FLOPs of a model in training, and its size.
 
@@ -89,12 +89,7 @@ class Flops:
             active += values if math.isnan(use) else use * values
             if parameter.ndim > 1 and not looked_up:
                 per_token += 2 * use * values * passes[parameter]
-        return cls(
-            per_token=per_token,
-            per_pair=4.0 * _head_channels(model),
-            parameters=round(total),
-            active_parameters=round(active),
-        )
+        return cls(per_token, 4.0 * _head_channels(model), round(total), round(active))
 
     def of_row(self, tokens: float, pairs: float) -> float:
         """Return the FLOPs of a row with so many tokens and attended pairs."""
@@ -107,13 +102,8 @@ class Flops:
         sums = torch.tensor(attrs.astuple(self), dtype=torch.float64, device=state.targets.device)
         dist.all_reduce(sums)
         copies = world_of(state.mesh) / size_of(state.mesh, "pp")  # of each stage
-        per_token, per_pair, parameters, active = (sums / copies).tolist()
-        return Flops(
-            per_token=per_token,
-            per_pair=per_pair,
-            parameters=round(parameters),
-            active_parameters=round(active),
-        )
+        *flops, parameters, active = (sums / copies).tolist()
+        return Flops(*flops, parameters=round(parameters), active_parameters=round(active))
 
 
 @attrs.frozen(kw_only=True)
@@ -191,9 +181,7 @@ def count_pairs(dataset: Any, rows: Integers) -> tuple[float, float]:
     """
     if hasattr(dataset, "order"):
         sources, rows = dataset.order.find(rows)
-        parts = [
-            count_pairs(one, rows[sources == index]) for index, one in enumerate(dataset.datasets)
-        ]
+        parts = [count_pairs(one, rows[sources == i]) for i, one in enumerate(dataset.datasets)]
         return sum(tokens for tokens, _ in parts), sum(pairs for _, pairs in parts)
     lengths = _pieces(dataset, rows).astype(np.float64)
     return float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum())
@@ -229,7 +217,9 @@ def _uses(model: nn.Module) -> dict[Tensor, tuple[float, bool]]:
     uses: dict[Tensor, tuple[float, bool]] = {}
     is_head = any(getattr(getattr(m, "spec", None), "tied", False) for m in model.modules())
     config = getattr(model, "config", None)
-    top_k, experts = getattr(config, "num_experts_per_tok", None), _experts_of(config)
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    experts = next((count for name in names if (count := getattr(config, name, None))), None)
+    top_k = getattr(config, "num_experts_per_tok", None)
     if top_k and experts:  # of transformers, stacked
         stacked = (p for p in model.parameters() if p.ndim == 3 and p.shape[0] == experts)
         uses |= dict.fromkeys(stacked, (top_k / experts, False))
@@ -263,11 +253,6 @@ def _passes(model: nn.Module) -> dict[nn.Module | Tensor, int]:
     for weight in looked_up:  # multiplied as the head
         passes[weight] = 1 + weight.requires_grad + is_reached
     return passes
-
-
-def _experts_of(config: Any) -> int | None:
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    return next((count for name in names if (count := getattr(config, name, None))), None)
 
 
 def _head_channels(model: nn.Module) -> float:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import attrs
 import numpy as np
@@ -43,17 +43,8 @@ OF_EACH_STEP = ("loss", "grad_norm", "targets", "skipped", "spikes")
 GIB = 2.0**30
 
 
-class Waits(Protocol):
-    """A loader that measures how long its consumer has waited."""
-
-    @property
-    def wait_seconds(self) -> float:
-        """Total time in seconds."""
-        ...
-
-
-def waited(loader: Waits | None) -> float:
-    """Return the seconds waited for a loader; 0 without one."""
+def waited(loader: Any) -> float:
+    """Return the seconds that a loader's consumer has waited for it; 0 without a loader."""
     return 0.0 if loader is None else loader.wait_seconds
 
 
@@ -125,7 +116,7 @@ class MetricsLog:
         every: int = 10,
         total: int | None = None,
         is_writer: bool = True,
-        loader: Waits | None = None,
+        loader: Any = None,
         start_samples: int | None = None,
         utilization: Utilization | None = None,
         trackers: Sequence[Tracker] = (),
@@ -139,9 +130,8 @@ class MetricsLog:
         self._file = RowFile(self._out, start_step) if is_writer else None
         self._stream = Steady(sys.stderr) if is_writer and sys.stderr is not None else None
         self._display: Lines | Bar = Lines(self._stream, total)
-        guarded = trackers if is_writer else ()
-        self._trackers = [GuardedTracker(tracker, self.message) for tracker in guarded]
-        self._config = {} if config is None else config
+        self._trackers = [GuardedTracker(each, self.message) for each in trackers if is_writer]
+        self._config = config or {}
         self._restart(start_step)
 
     def __enter__(self) -> Self:
@@ -223,8 +213,7 @@ class MetricsLog:
         Raises:
             ValueError: If a tensor is not 0-d.
         """
-        numbers = {} if values is None else _to_host(values)
-        if not numbers:
+        if not (numbers := {} if values is None else _to_host(values)):
             return
         self._write({"step": state.step, "samples": state.samples, **numbers})
         text = "  ".join(f"{name} {short_number(number)}" for name, number in numbers.items())
@@ -273,11 +262,6 @@ class MetricsLog:
         times = {"perf/step_seconds": seconds / count}
         if self._loader is not None:
             times["perf/data_wait_seconds"] = (waited(self._loader) - window.waited) / count
-        spread = {}
-        if state.mesh is not None and state.mesh.size() > 1:
-            kinds = zip(("min", "mean", "max"), over_ranks([*times.values()], state), strict=True)
-            for kind, each in kinds:
-                spread |= {f"{name}_{kind}": s for name, s in zip(times, each, strict=True)}
         ideal = {}
         if self._utilization is not None and window.first is not None:
             ideal = self._utilization.ideal(window.first, state.samples)
@@ -287,7 +271,7 @@ class MetricsLog:
             **{name: int(n) if _is_count(name, n) else n for name, n in numbers.items()},
             "perf/tokens_per_second": float(of_steps["targets"].sum()) / seconds,
             **times,
-            **spread,
+            **_over_ranks(times, state),
             **memory_of(state, device),
             **{name: best / seconds for name, best in ideal.items()},
         }
@@ -302,11 +286,12 @@ class MetricsLog:
     def _record_rest(self) -> None:
         """Record the bad steps since the last row, which no row of a resumed run counts."""
         window = self._window
-        if self._file is not None and window.steps:
-            bad = self._record_bad_steps(window.by_name(window.stacked().cpu()))
-            if bad:
-                path = self._out / BAD_STEPS
-                self.message(f"{counted(bad, 'bad step')} since the last row, in {path}")
+        if self._file is None or not window.steps:
+            return
+        if bad := self._record_bad_steps(window.by_name(window.stacked().cpu())):
+            self.message(
+                f"{counted(bad, 'bad step')} since the last row, in {self._out / BAD_STEPS}"
+            )
 
     def _record_bad_steps(self, of_steps: Mapping[str, Tensor]) -> int:
         """Record and count the bad steps of a window."""
@@ -374,14 +359,17 @@ def _sums(by_name: Mapping[str, Tensor]) -> dict[str, float]:
     }
 
 
-def over_ranks(numbers: Sequence[float], state: TrainState) -> list[list[float]]:
-    """Reduce numbers to min, mean and max over ranks, in one reduction; every rank calls it."""
-    ranks = 1 if state.mesh is None else state.mesh.size()
-    table = torch.zeros(ranks, len(numbers), dtype=torch.float64, device=state.targets.device)
-    table[process_rank() if ranks > 1 else 0] = torch.tensor(numbers, dtype=torch.float64)
-    if ranks > 1:
-        dist.all_reduce(table)
-    return torch.stack([table.amin(0), table.mean(0), table.amax(0)]).tolist()
+def _over_ranks(numbers: Mapping[str, float], state: TrainState) -> dict[str, float]:
+    """Reduce numbers to min, mean and max over several ranks; every rank calls it."""
+    if state.mesh is None or state.mesh.size() == 1:
+        return {}
+    shape, device = (state.mesh.size(), len(numbers)), state.targets.device
+    table = torch.zeros(shape, dtype=torch.float64, device=device)
+    table[process_rank()] = torch.tensor([*numbers.values()], dtype=torch.float64)
+    dist.all_reduce(table)
+    kinds = {"min": table.amin(0), "mean": table.mean(0), "max": table.amax(0)}
+    names = [f"{name}_{kind}" for kind in kinds for name in numbers]
+    return dict(zip(names, torch.cat([*kinds.values()]).tolist(), strict=True))
 
 
 def memory_of(state: TrainState, device: torch.device) -> dict[str, float]:

@@ -92,9 +92,10 @@ class RowFile:
         try:
             overwrite(self._file, self._start, line, self._line if is_same else b"")
         except OSError as error:
-            reason = f"{error.strerror}: no room for the row of step {row['step']}"
-            rest = "the rows before it are whole. Make room; the same command resumes the run"
-            raise OSError(error.errno, f"{reason}; {rest}", str(self._path)) from error
+            reason = (
+                f"{error.strerror}: the row of step {row['step']} is lost, those before are whole"
+            )
+            raise OSError(error.errno, reason, str(self._path)) from error
         self._last, self._line = row, line
         return new
 
@@ -162,8 +163,13 @@ def read_bad_steps(run: str | os.PathLike[str]) -> list[dict[str, Any]]:
         after the last), ``skips`` (those of the state), ``spike``, ``loss`` and ``grad_norm`` (None
         if not finite), ``script``, and where the loader knows them ``rows`` and ``sources``.
     """
-    path, records = Path(run) / BAD_STEPS, []
+    return read_objects(Path(run) / BAD_STEPS)
+
+
+def read_objects(path: Path) -> list[dict[str, Any]]:
+    """Read the lines that are JSON objects, not those cut short by a crash; none without a file."""
+    records = []
     for line in read_regular(path).splitlines() if path.exists() else ():
-        with suppress(ValueError):  # cut short by a crash
-            records.append(parse_json(line))
+        with suppress(ValueError, TypeError):
+            records.append({**parse_json(line)})
     return records

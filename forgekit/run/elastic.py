@@ -19,9 +19,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from forgekit.checks import parse_json
 from forgekit.environment import identity, rendezvous, restarts
-from forgekit.files import read_regular
+from forgekit.metrics.records import read_objects
 from forgekit.remote.urls import Location, Url, content_of, fs_of, retried
 from forgekit.run.mirror import Mirror, held_run
 from forgekit.run.rendezvous import HangError, RankStore
@@ -100,7 +99,7 @@ def hold_run(
                 held = held_run(folder, url, is_writer=True, patience_s=HELD_S)
                 mirror = stack.enter_context(held)
                 _ask_for(out, "")
-                events = _history(folder)
+                events = read_objects(folder / "history.jsonl")
         except (RunLockedError, OSError) as error:
             problem = error
         starts = [event.get("agents", ()) for event in events if event.get("event") == "started"]
@@ -190,12 +189,3 @@ def _agent() -> str:
     pid = os.getppid()
     _, _, fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
     return f"{socket.gethostname()}/{pid}@{fields.split()[19]}"
-
-
-def _history(out: Path) -> list[Mapping[str, Any]]:
-    """Read ``history.jsonl``, without lines torn by a full disk."""
-    path, events = out / "history.jsonl", []
-    for line in read_regular(path).splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            events.append(parse_json(line))
-    return [event for event in events if isinstance(event, dict)]

@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.checkpoints.save import GROUP_NAME
 from forgekit.checks import check_integers
-from forgekit.metrics.log import Waits, waited
+from forgekit.metrics.log import waited
 from forgekit.run.memory import periodic_collection, report_out_of_memory
-from forgekit.run.rendezvous import HangError, RankStore, differences
+from forgekit.run.rendezvous import RankStore
 from forgekit.run.watchdog import Watchdog
 from forgekit.state import TrainState
 from forgekit.steps.audit.agreement import check_replicas
@@ -65,8 +65,6 @@ class Health:
         every: Steps between two meetings; 0 for none.
         timeout_s: Seconds that a rank may be late, to a meeting or in a collective.
         first_timeout_s: The same until the first step is done.
-        slow_factor: A rank is called slow in a warning if its own time per step is this many times
-            the median of the others.
         collect_every: Steps between two garbage collections, at the same step on all ranks; 0
             leaves it to Python. See ``periodic_collection``.
         loader: Its ``wait_seconds`` say how long this rank waited for data.
@@ -91,13 +89,12 @@ class Health:
         every: int = 100,
         timeout_s: float = 120.0,
         first_timeout_s: float = 1800.0,
-        slow_factor: float = 2.0,
         collect_every: int = 50,
-        loader: Waits | None = None,
+        loader: Any = None,
     ) -> None:
         check_integers(every=(every, 0))
         self._out, self._mesh = Path(out), mesh
-        self._every, self._slow_factor, self._loader = every, slow_factor, loader
+        self._every, self._loader = every, loader
         self._timeouts = (first_timeout_s, timeout_s)
         self._collect_every = collect_every
         self._stack = ExitStack()
@@ -163,18 +160,12 @@ class Health:
 
     def _meet(self, ranks: RankStore, step: int) -> dict[str, Any]:
         self._shorten()  # groups made since then
-        notes = ranks.gather("probe", f"step {step}", self._note(step), self._timeouts[1])
-        # First: all else compares ranks at the same step.
-        if different := differences({rank: f"step {note['step']}" for rank, note in notes.items()}):
-            raise HangError(
-                f"ranks met after different steps: {different}. Every rank must take the same "
-                "steps; look for a condition that is not the same on all of them."
-            )
+        notes = ranks.gather("step", f"step {step}", self._note(), self._timeouts[1])
         slowest = max(notes, key=lambda rank: notes[rank]["own"])
         slow, others = notes[slowest], [note for rank, note in notes.items() if rank != slowest]
         median = statistics.median(note["own"] for note in others)
         loss = slow["own"] - median
-        is_slow = loss > LEAST_SHARE * slow["seconds"] and slow["own"] > self._slow_factor * median
+        is_slow = loss > LEAST_SHARE * slow["seconds"] and slow["own"] > 2 * median
         if is_slow and slow["interval"] >= LEAST_S and ranks.is_first:
             _log.warning(
                 "step %d: rank %d (%s) is slow: %.3f s of each step are its own work, %.3f s of "
@@ -189,7 +180,7 @@ class Health:
             "health/data_wait_seconds_max": max(note["data"] for note in notes.values()),
         }
 
-    def _note(self, step: int) -> dict[str, Any]:
+    def _note(self) -> dict[str, Any]:
         """Return this rank's times since the last meeting, for the others."""
         seconds, steps = time.perf_counter() - self._clock, max(self._steps, 1)
         data_wait = waited(self._loader) - self._waited
@@ -197,7 +188,6 @@ class Health:
         # workers does while it waits for them, so the sum may count that time twice.
         own = min(time.thread_time() - self._worked + data_wait, seconds)
         return {
-            "step": step,
             "interval": seconds,
             "seconds": seconds / steps,
             "own": own / steps,

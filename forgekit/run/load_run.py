@@ -70,11 +70,8 @@ def read_run_config(run: Location) -> dict[str, Any]:
     Raises:
         CheckpointError: If it is not there or no object.
     """
-    try:
-        with local_copy(run) as folder:
-            return read_json(folder / "config.json")
-    except CheckpointError as error:
-        raise CheckpointError(f"{error} Name a run directory: what a recipe's out was.") from None
+    with local_copy(run) as folder:
+        return read_json(folder / "config.json")
 
 
 def read_model(

@@ -39,12 +39,7 @@ def barrier(tag: str, *, timeout_s: float = 600.0) -> None:
     """
     ranks = RankStore.of(range(dist.get_world_size() if dist.is_initialized() else 1))
     if ranks is not None:
-        tags = ranks.gather("barrier", tag, tag, timeout_s)
-        if different := differences(tags):
-            raise HangError(
-                f"ranks are at different barriers: {different}. Every rank must pass the same ones "
-                "in the same order; look for a condition that is not the same on all of them."
-            )
+        ranks.gather("barrier", tag, None, timeout_s)
 
 
 @attrs.frozen
@@ -81,19 +76,19 @@ class RankStore:
 
         Args:
             kind: Meetings of a kind are counted, and the n-th of one rank is that of all.
-            tag: Where this rank is, for those that miss it at the next meeting.
+            tag: Where this rank is; all must be at the same.
             value: What this rank brings, for JSON.
             timeout_s: Seconds from the first rank to the last.
 
         Raises:
-            HangError: If a rank did not come; says where it was last.
+            HangError: On every rank that came, if one did not, or is elsewhere.
         """
         # Each rank counts its own meetings, so no number has to be agreed on.
         number = self.store.add(f"{kind}/count/{self.rank}", 1)
         keys = {rank: f"{kind}/{number}/{rank}" for rank in self.members}
         result = f"{kind}/{number}/all"
         self.write(f"was last at {tag!r}")
-        self.store.set(keys[self.rank], json.dumps(value))
+        self.store.set(keys[self.rank], json.dumps([tag, value]))
         # The first rank reads all values and writes one: messages are linear in ranks.
         problem, values = "", []
         awaited = [*keys.values()] if self.is_first else [result]
@@ -107,7 +102,14 @@ class RankStore:
             )
         if problem or self.is_first:
             if not problem:
-                values = [json.loads(each) for each in self.store.multi_get(awaited)]
+                brought = [json.loads(each) for each in self.store.multi_get(awaited)]
+                values = [value for _, value in brought]
+                lines = {r: f"at {at!r}" for r, (at, _) in zip(keys, brought, strict=True)}
+                if len({*lines.values()}) > 1:
+                    problem = (
+                        f"ranks are at different {kind}s: {_by_line(lines)}. Look for a condition "
+                        "that is not the same on every rank."
+                    )
             # Ranks that give up may miss different ones; the first text counts for all.
             self.store.compare_set(result, "", json.dumps([problem, values]))
         problem, values = json.loads(self.store.get(result))
@@ -138,15 +140,12 @@ class RankStore:
         for rank in members:
             if self.store.check([f"at/{rank}"]):
                 lines[rank] = self.store.get(f"at/{rank}").decode()
-        at = {line: [rank for rank in members if lines[rank] == line] for line in lines.values()}
-        return "; ".join(f"{name_ranks(ranks)} {line}" for line, ranks in at.items())
+        return _by_line(lines)
 
 
-def differences(tags: Mapping[int, str]) -> str:
-    """Describe which ranks have which tag; "" if all have the same."""
-    at = {tag: [rank for rank in tags if tags[rank] == tag] for tag in tags.values()}
-    described = [f"{name_ranks(ranks)} at {tag!r}" for tag, ranks in at.items()]
-    return ", ".join(described) if len(at) > 1 else ""
+def _by_line(lines: Mapping[int, str]) -> str:
+    at = {line: [rank for rank in lines if lines[rank] == line] for line in lines.values()}
+    return "; ".join(f"{name_ranks(ranks)} {line}" for line, ranks in at.items())
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

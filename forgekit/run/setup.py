@@ -64,10 +64,9 @@ def fitting_batch_size(global_batch_size: int, mesh: DeviceMesh | None, most: in
         6
     """
     _, world = data_ranks(mesh)
-    stages = size_of(mesh, "pp")
     share, rest = divmod(global_batch_size, world)
-    least = 2 * stages if stages > 1 else 1
-    fitting = [n for n in divisors(share) if n <= most and share // n >= least and not rest]
+    least = 2 * stages if (stages := size_of(mesh, "pp")) > 1 else 1
+    fitting = (n for n in divisors(share) if n <= most and share // n >= least and not rest)
     return max(fitting, default=1)
 
 
@@ -99,8 +98,8 @@ def train_loader(
         ValueError: If it is empty, or a number is out of range.
     """
     position = {"seed": state.seed, "start": state.samples, "skip": state.skips}
-    options = {"workers": workers, "transforms": transforms}
-    return make_loader(dataset, batch_size, **position, **options, **_place_of(state))
+    position |= _place_of(state)
+    return make_loader(dataset, batch_size, workers=workers, transforms=transforms, **position)
 
 
 def held_out_loader(state: TrainState, dataset: Any, batch_size: int) -> Loader | None:
@@ -140,11 +139,5 @@ def check_length(state: TrainState, dataset: Any) -> None:
 def _place_of(state: TrainState) -> dict[str, Any]:
     """Return the loader arguments that follow from a state's mesh and device."""
     rank, world = data_ranks(state.mesh)
-    documents = state.layout.documents
-    note = None if documents is None else documents.note
-    return {
-        "rank": rank,
-        "world": world,
-        "device": state.targets.device,
-        "note_documents": note,
-    }
+    note = None if (documents := state.layout.documents) is None else documents.note
+    return {"rank": rank, "world": world, "device": state.targets.device, "note_documents": note}

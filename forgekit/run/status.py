@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from forgekit.checks import check_choice, flat, parse_json, path_of
+from forgekit.checks import brief, check_choice, flat, parse_json, path_of
 from forgekit.files import (
     UNSUPPORTED,
     append_lines,
@@ -39,8 +39,6 @@ FILES = (
     *(".lock", "config.json", "config_changes.jsonl", "status.json", "history.jsonl"),
     *("metrics.jsonl", "bad_steps.jsonl"),
 )
-SHOWN = 40
-"""Maximum length of a value in the printed line of changes, in characters."""
 _CONSTANTS = MappingProxyType({"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"})
 
 
@@ -231,21 +229,11 @@ def keep_config(out: Path, config: Mapping[str, Any], state: TrainState) -> str:
         before = parse_json(path.read_bytes())
     except (OSError, ValueError):
         before = None
-    changed = _changes(before, actual) if isinstance(before, dict) else {}
+    old, new = dict(flat(before if isinstance(before, dict) else actual)), dict(flat(actual))
+    changed = {k: [old.get(k), new.get(k)] for k in old | new if old.get(k) != new.get(k)}
     if changed:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         record = {"step": state.step, "samples": state.samples, "time": now, "changed": changed}
         append_lines(out / "config_changes.jsonl", [json.dumps(record)])
     write_atomic(path, f"{json.dumps(actual, indent=2)}\n".encode())
-    return ", ".join(f"{key} {_show(old)} -> {_show(new)}" for key, (old, new) in changed.items())
-
-
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return old and new value of each dotted key that differs; null where it is absent."""
-    old, new = dict(flat(before)), dict(flat(after))
-    return {key: [old.get(key), new.get(key)] for key in old | new if old.get(key) != new.get(key)}
-
-
-def _show(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return ", ".join(f"{key} {brief(was)} -> {brief(now)}" for key, (was, now) in changed.items())

@@ -64,8 +64,6 @@ class StopSignal:
             that no step waits for it; if it raises or does not answer, a warning says so, once, and
             the run goes on and asks again. One rank that knows is enough. A function in which ranks
             wait for each other, such as Ray's ``get_preemption_info``, is given to all of them.
-        watch_parent: Ask to stop when the process that started this one has died, so that workers
-            of a killed launcher do not live on. None: only under torchrun.
         patience_s: Seconds that data may take at a time after a signal: a loader that is stuck
             never reaches the next vote. The run then ends with its last
             checkpoint, on all ranks, because the others cannot finish the step either. torchrun
@@ -91,15 +89,13 @@ class StopSignal:
         budget_s: float | None = None,
         file: str | os.PathLike[str] | None = None,
         also: Callable[[], object] | None = None,
-        watch_parent: bool | None = None,
         patience_s: float = 20.0,
     ) -> None:
         self._started = time.monotonic()
         self._budget_s = budget_s
         self._file = None if file is None else Path(file)
-        if watch_parent is None:
-            watch_parent = "TORCHELASTIC_RUN_ID" in os.environ
-        self._parent = os.getppid() if watch_parent else None
+        # Workers of a torchrun that was killed must not live on.
+        self._parent = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._reason: str | None = None
         self._interrupted = False
         self._agreed = False

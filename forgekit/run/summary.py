@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from forgekit.checks import counted
 from forgekit.mesh import expert_ranks
 from forgekit.metrics.flops import Flops, row_length
 from forgekit.optim.groups import parameters_by_optimizer
@@ -49,14 +50,11 @@ def _layout(state: TrainState) -> str:
     where = f"products in {dtype} on {state.targets.device.type}"
     if state.mesh is None or state.mesh.size() == 1:
         return f"1 rank, {where}"
-    names = state.mesh.mesh_dim_names or ()
-    sizes = zip(names, state.mesh.shape, strict=True)
-    shown = [f"{name} {size}" for name, size in sizes if size > 1]
+    sizes = zip(state.mesh.mesh_dim_names or (), state.mesh.shape, strict=True)
+    shown = " x ".join(f"{name} {size}" for name, size in sizes if size > 1)
     _, shared = expert_ranks(state.mesh)
-    experts = [f"(ep {shared})"] if shared > 1 else []
-    return f"{' x '.join(shown)} {' '.join(experts)}".strip() + (
-        f" = {state.mesh.size()} ranks, {where}"
-    )
+    experts = f" (ep {shared})" if shared > 1 else ""
+    return f"{shown}{experts} = {state.mesh.size()} ranks, {where}"
 
 
 def _parameters(state: TrainState, flops: Flops) -> str:
@@ -77,23 +75,20 @@ def _memory(state: TrainState) -> str:
 def _step(dataset: Any, config: Mapping[str, Any]) -> str:
     length = row_length(dataset)
     rows = config.get("global_batch_size")
-    if not length or not isinstance(rows, int):
-        return ""
-    return f"{rows * length:,} tokens, {rows} rows of {length}"
+    return f"{rows * length:,} tokens, {rows} rows of {length}" if rows and length else ""
 
 
 def _optimizers(state: TrainState) -> Iterator[tuple[str, str]]:
     sizes = {name: p.numel() for name, p in state.model.named_parameters()}
     for optimizer, names in parameters_by_optimizer(state.model, state.optimizer).items():
-        total = sum(sizes[name] for name in names)
+        total = _count(sum(sizes[name] for name in names))
         label = "no optimizer" if optimizer == "none" else optimizer
-        yield label, f"{len(names)} tensors, {_count(total)}: {_shown(names)}"
+        yield label, f"{len(names)} tensors, {total}: {_shown(names)}"
 
 
 def _shown(names: Sequence[str]) -> str:
     kinds = list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name) for name in names))
-    left = len(kinds) - SHOWN
-    more = f" and {left} more {'kinds' if left > 1 else 'kind'}" if left > 0 else ""
+    more = f" and {counted(left, 'more kind')}" if (left := len(kinds) - SHOWN) > 0 else ""
     return ", ".join(kinds[:SHOWN]) + more
 
 

@@ -10,7 +10,6 @@ from contextlib import closing
 from unittest import mock
 
 import pytest
-from lab import file_size_limit
 from metrics.test_metrics import create, train
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
@@ -210,23 +209,6 @@ def test_wandb_itself_keeps_one_run_offline(tmp_path, monkeypatch):
         time.sleep(1.1)  # W&B names folders for the second
     run_id = json.loads((tmp_path / "wandb.json").read_text())["id"]
     assert len([*(tmp_path / "wandb").glob(f"*run-*-{run_id}")]) == 2
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_full_disk_costs_one_message(tmp_path, capfd):
-    tracker, config = fk.TensorBoard(tmp_path), {"long": "x" * 20_000}
-    with MetricsLog(tmp_path, every=1, trackers=(tracker,), config=config) as log:
-        state = steps_of(log, create(), [1])
-        wait_for(log._trackers[0])
-        (events,) = (tmp_path / "tensorboard").glob("events*")
-        assert events.stat().st_size > 20_000
-        with file_size_limit(events.stat().st_size + 10):
-            steps_of(log, state, [2, 3, 4])
-            time.sleep(0.3)
-    said = capfd.readouterr().err.splitlines()
-    (line,) = [line for line in said if line.startswith("tracker ")]  # tensorboard's thread too
-    assert line.startswith("tracker TensorBoard failed: OSError: ")
-    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_a_run_with_an_unknown_tracker_is_a_usage_error(tmp_path, capfd):

@@ -186,7 +186,7 @@ def part_ways(rank, world, out):
 
 
 def test_ranks_at_different_steps_are_told(tmp_path):
-    expected = "ranks met after different steps: rank 0 at 'step 10', rank 1 at 'step 20'. Every"
+    expected = "ranks are at different steps: rank 0 at 'step 10'; rank 1 at 'step 20'. Look"
     assert all(m.startswith(expected) for m in run_ranks(part_ways, 2, tmp_path))
 
 
@@ -302,25 +302,12 @@ def meet(rank, world, tags, timeout_s):
 
 
 BUILT = ["built", "loaded"]
+OTHERS = "ranks are at different barriers: rank 0 at 'loaded'; rank 1 at 'data is ready'."
+ABSENT = r"barrier 'loaded': rank 0 did not come within 0.5 s; rank 0 was last at 'built'\."
 BARRIERS = {
-    "at different ones": (
-        20,
-        [BUILT, ["built", "data is ready"]],
-        ["ranks are at different barriers: rank 0 at 'loaded', rank 1 at 'data is ready'."] * 2,
-    ),
-    "never there": (
-        0.5,
-        [BUILT, []],
-        ["barrier 'built': rank 1 .*; rank 1 was never", "fine"],
-    ),
-    "the first is missing": (
-        0.5,
-        [["built"], BUILT],
-        [
-            "fine",
-            r"barrier 'loaded': rank 0 did not come within 0.5 s; rank 0 was last at 'built'\.",
-        ],
-    ),
+    "at different ones": (20, [BUILT, ["built", "data is ready"]], [OTHERS] * 2),
+    "never there": (0.5, [BUILT, []], ["barrier 'built': rank 1 .*; rank 1 was never", "fine"]),
+    "the first is missing": (0.5, [["built"], BUILT], ["fine", ABSENT]),
 }
 
 

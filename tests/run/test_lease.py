@@ -9,27 +9,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from buckets import open_bucket
-from fsspec.implementations.memory import MemoryFileSystem
 
 from forgekit.remote.urls import Url, fs_of
 from forgekit.run.lease import Lease, held
 from forgekit.run.status import RunLockedError, lock_run
 
 PERIOD_S, SHORT_S = 0.9, 0.4
-
-
-@pytest.fixture(scope="module")
-def bucket():
-    with open_bucket() as bucket:
-        yield bucket
-
-
-@pytest.fixture
-def memory(tmp_path):
-    """A URL of a store that has no conditional writes."""
-    yield Url("memory://bucket") / tmp_path.name
-    MemoryFileSystem.store.clear()
 
 
 @pytest.fixture(params=["memory", "s3"])

@@ -9,9 +9,8 @@ from contextlib import ExitStack, closing, contextmanager, redirect_stderr
 from io import StringIO
 
 import pytest
-from buckets import FAULTS, open_bucket
+from buckets import FAULTS
 from covering import some_of
-from fsspec.implementations.memory import MemoryFileSystem
 from pool import run_ranks
 from saved import save
 
@@ -23,12 +22,6 @@ from forgekit.remote.urls import Url, UrlError, fs_of
 from forgekit.run import mirror as mirror_module
 from forgekit.run.mirror import LARGE_BYTES, held_run, local_copy
 from forgekit.run.status import RunLockedError
-
-
-@pytest.fixture(scope="module")
-def bucket():
-    with open_bucket() as bucket:
-        yield bucket
 
 
 @pytest.fixture
@@ -43,13 +36,6 @@ def opened(url, folder):
     folder.mkdir(exist_ok=True)
     with held_run(folder, url, is_writer=True) as mirror:
         yield mirror
-
-
-@pytest.fixture
-def memory(tmp_path):
-    """A URL of a store that answers at once, for what does not depend on the store."""
-    yield Url("memory://bucket") / tmp_path.name
-    MemoryFileSystem.store.clear()
 
 
 def objects(url, fs=None):
