@@ -118,7 +118,7 @@ def end_launcher() -> None:
 def _number(environment: Mapping[str, str], name: str) -> int | None:
     text = environment.get(name)
     if text is not None and not re.fullmatch("[0-9]{1,9}", text):
-        raise _refusal(name, environment, "it is a whole number, 0 or more")
+        raise _refusal(name, environment, "it must be an integer, 0 or more")
     return None if text is None else int(text)
 
 

@@ -139,11 +139,11 @@ def test_the_meeting_point_is_what_was_given_else_the_job_s_else_this_machine(gi
 
 PAIR = {"RANK": "0", "WORLD_SIZE": "2"}
 IMPOSSIBLE = {
-    "a rank in letters": ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'; it is a whole number"),
+    "a rank in letters": ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK is 'x'; it must be an integer"),
     "a rank beyond": ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is '2'; ranks of WORLD_SIZE=2 proce"),
     "tasks as a list": (
         STEP | of_slurm("0", "2(x2)", "0"),
-        r"SLURM_NTASKS is '2\(x2\)'; it is a whole number",
+        r"SLURM_NTASKS is '2\(x2\)'; it must be an integer",
     ),
     "no address": (PAIR | {"MASTER_ADDR": ""}, "MASTER_ADDR is ''; it names the machine of rank 0"),
     "a job in an array": (PAIR | {"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID is '12_3'; it is a whole"),

@@ -80,12 +80,9 @@ class TensorBoard:
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Write each value as a scalar, unbuffered, so that a killed run loses nothing."""
-        if self._writer is None:
-            self.start(0, {})
-        writer: Any = self._writer
         for name, value in values.items():
-            writer.add_scalar(name, value, step)
-        writer.flush()
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
 
     def status(self, text: str) -> None:
         """Write how the run ended."""
@@ -142,10 +139,7 @@ class WandB:
 
     def __call__(self, step: int, values: Mapping[str, float]) -> None:
         """Send numbers of a step."""
-        if self._run is None:
-            self.start(step, {})
-        run: Any = self._run
-        run.log({**values, "train/step": step})
+        self._run.log({**values, "train/step": step})
 
     def status(self, text: str) -> None:
         """Write the run's outcome to its summary."""
@@ -174,7 +168,7 @@ def make_trackers(
     """
     kinds: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB}
     if unknown := [one for one in trackers if isinstance(one, str) and one not in kinds]:
-        raise ValueError(f"there are no trackers {quoted(unknown)}; there are {quoted(kinds)}.")
+        raise ValueError(f"unknown trackers {quoted(unknown)}; the known ones are {quoted(kinds)}.")
     return tuple(kinds[one](out) if isinstance(one, str) else one for one in trackers)
 
 

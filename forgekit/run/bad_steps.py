@@ -135,8 +135,8 @@ def roll_back(
     for name, field in saved_fields(state).items():
         if is_per_rank(state, field) and hasattr(getattr(state, name), "__iter__"):
             raise ValueError(
-                f"the state has the stream {name!r}, whose rows have no numbers by which they "
-                "could be left out: the same rows would break the run again. "
+                f"rows of the stream {name!r} have no numbers, so they cannot be skipped and would "
+                "break the run again. "
                 'Use bad_step_policy("skip"), or train on a dataset of numbered rows.'
             )
     since = int(state.bad_since)

@@ -98,7 +98,7 @@ class DataEnd:
         ended = float(self._last.read())
         if self.policy == "error" and 0 < ended < world:
             raise ValueError(
-                f"the data of {ended:.0f} of {world} ranks have ended and the others' have not. "
-                'Share them evenly, or use DataEnd("pad") or DataEnd("drop").'
+                f"the data ended on {ended:.0f} of {world} ranks only. Distribute them evenly, or "
+                'use DataEnd("pad") or DataEnd("drop").'
             )
         return ended > 0 if self.policy == "drop" else ended == world

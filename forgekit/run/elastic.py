@@ -162,10 +162,9 @@ def _connect() -> dist.TCPStore:
     """Connect to the first rank's store, which the process groups will use too."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
-            f"torchrun restarts workers here (--max-restarts={restarts(os.environ)}), but its "
-            "restarts would wait for ever: they meet in the store of the attempt before, among the "
-            "keys of ranks that are gone. Start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 "
-            "in its environment, or with --max-restarts=0."
+            f"with --max-restarts={restarts(os.environ)} a restart by torchrun would hang: it "
+            "reuses the store of the previous attempt, which holds keys of dead ranks. Start "
+            "torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or with --max-restarts=0."
         )
     rank, _, _ = identity(os.environ)
     at = rendezvous(os.environ)

@@ -88,8 +88,8 @@ class Lease:
             if is_due and not self._swap():
                 self._lost = (
                     f"{self.url} was taken over by {self._holder or 'nobody'}: this process has "
-                    f"not renewed its lease for {silent_s:.0f} s, as one that is paused or cut "
-                    "off. It stops; what it has saved before is there."
+                    f"not renewed its lease for {silent_s:.0f} s, because it was paused or cut "
+                    "off. It stops; everything that it saved before is intact."
                 )
             self.check_known()
 

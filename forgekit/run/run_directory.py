@@ -191,7 +191,7 @@ class Run:
         if changed:
             self._say(f"configuration changed: {changed}")
         if state.step >= self._total:
-            self._say(f"all {total} steps are done already; set more steps to go on")
+            self._say(f"all {total} steps are done already; increase steps to continue")
         # A mixture's fingerprint covers the consumed samples only.
         fingerprint = getattr(dataset, "fingerprint_at", getattr(dataset, "fingerprint", None))
         before_commit = None if self._mirror is None else self._mirror.settle
@@ -245,8 +245,8 @@ class Run:
         """
         if self._loader is not None and not hasattr(self._loader, "seek"):
             raise ValueError(
-                f"a {type(self._loader).__name__} has no seek, so it cannot go back and leave "
-                "samples out. Roll back on a loader of numbered rows, of forgekit.make_loader."
+                f"{type(self._loader).__name__} has no seek(), so it cannot go back and skip "
+                "samples. Use a loader of numbered rows, as forgekit.make_loader returns."
             )
         state = roll_back(state, self.checkpoints, times=times)
         if self._loader is not None:
@@ -292,7 +292,7 @@ class Run:
         if self._log is not None:
             self._log.status(f"stopped {after} ({stopped})" if stopped else f"finished {after}")
         if stopped:
-            self._say(f"stopped {after} ({stopped}), saved; the same command goes on")
+            self._say(f"stopped {after} ({stopped}), saved; the same command resumes")
         elif state.step < self._total < math.inf:
             self._say(f"the data ended {after} of {self._total}")
         return not stopped
@@ -336,7 +336,7 @@ class Run:
         saved = newest(storage_of(self.checkpoints))
         self._write_last("stopped", reason=reason, step=saved)
         at = "the start" if saved is None else f"step {saved}"
-        self._say(f"stopped ({reason}); the same command goes on from {at}")
+        self._say(f"stopped ({reason}); the same command resumes at {at}")
 
     def _pause(self, error: RankCountError) -> NoReturn:
         """Wait before torchrun tries again: machines may join, or lost ones be noticed."""

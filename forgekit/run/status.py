@@ -35,10 +35,6 @@ from forgekit.state import TrainState
 log = logging.getLogger("forgekit")
 
 STATUSES = ("running", "finished", "stopped", "failed")
-FILES = (
-    *(".lock", "config.json", "config_changes.jsonl", "status.json", "history.jsonl"),
-    *("metrics.jsonl", "bad_steps.jsonl"),
-)
 _CONSTANTS = MappingProxyType({"Infinity": "inf", "-Infinity": "-inf", "NaN": "nan"})
 
 
@@ -55,11 +51,10 @@ def in_use(out: object, holder: str) -> RunLockedError:
 
 
 def check_directory(out: str | Path) -> None:
-    """Raise for a directory in which set-up would fail later, hang, or overwrite a model's file.
+    """Raise for a directory in which set-up would fail later, or overwrite a model's file.
 
     Raises:
-        ValueError: If it cannot be made or written, holds a model, or if something else has the
-            name of a file that a run keeps in it.
+        ValueError: If it cannot be made or written, or holds a model.
     """
     directory = path_of("out", out)
     try:
@@ -71,9 +66,6 @@ def check_directory(out: str | Path) -> None:
         raise ValueError(
             f"{directory} cannot be a run directory: {why}. Choose another, out=DIR."
         ) from None
-    for path in (directory / name for name in FILES):
-        if os.path.lexists(path) and not path.is_file():  # reading a FIFO would hang
-            raise ValueError(f"{path} is not a file, and a run keeps one of that name.")
     if any(directory.glob("*.safetensors")):
         raise ValueError(
             f"{directory} holds a model, whose config.json would be overwritten by the run's. "
@@ -122,7 +114,7 @@ def lock_run(
             if error.errno not in UNSUPPORTED:
                 raise
             log.warning(
-                "%s cannot be locked (%s): see to it yourself that no second run writes there",
+                "%s cannot be locked (%s): make sure that no other run writes there",
                 *(out, error.strerror),
             )
         file.truncate(0)
@@ -226,7 +218,7 @@ def keep_config(out: Path, config: Mapping[str, Any], state: TrainState) -> str:
     if "seed" in actual:
         actual["seed"] = state.seed
     try:
-        before = parse_json(path.read_bytes())
+        before = parse_json(read_regular(path))
     except (OSError, ValueError):
         before = None
     old, new = dict(flat(before if isinstance(before, dict) else actual)), dict(flat(actual))

@@ -165,6 +165,7 @@ def test_a_row_is_in_tensorboards_file_when_it_has_been_taken(tmp_path, monkeypa
     write = RecordWriter.write
     monkeypatch.setattr(RecordWriter, "write", lambda *args: (time.sleep(0.02), write(*args)))
     with closing(fk.TensorBoard(tmp_path)) as tracker:
+        tracker.start(0, {})
         tracker(1, {f"a/{name}": 1.0 for name in range(8)})
         shown, _ = scalars(tmp_path / "tensorboard")
         assert len(shown) == 8
@@ -215,5 +216,5 @@ def test_a_run_with_an_unknown_tracker_is_a_usage_error(tmp_path, capfd):
     with pytest.raises(SystemExit) as left, fk.open_run(tmp_path, {"trackers": ("mlflow",)}):
         pass
     assert left.value.code == 2
-    expected = 'error: there are no trackers "mlflow"; there are "tensorboard", "wandb".'
+    expected = 'error: unknown trackers "mlflow"; the known ones are "tensorboard", "wandb".'
     assert expected in capfd.readouterr().err

@@ -63,7 +63,7 @@ def test_ranks_end_after_the_same_step_and_every_target_counts_once(policy, leng
 def test_an_uneven_end_is_an_error_on_every_rank_if_asked_for():
     with pytest.raises(RankError) as caught:
         run_ranks(train, 2, "error", (4, 2))
-    assert str(caught.value).count("the data of 1 of 2 ranks have ended and the others'") == 2
+    assert str(caught.value).count("the data ended on 1 of 2 ranks only") == 2
 
 
 def stream_train(rank, world):

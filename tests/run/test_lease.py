@@ -54,7 +54,7 @@ def test_a_crashed_writer_loses_its_lease_whatever_its_clock_says(url, capsys):
     assert time.monotonic() - began >= SHORT_S
     assert f"s for pid {os.getpid()} on host gone" in capsys.readouterr().err
     assert content(url)[0] == alive.owner
-    message = rf"{url} was taken over by pid \d+ on host .* It stops; what it has saved before"
+    message = rf"{url} was taken over by pid \d+ on host .* It stops; everything that it saved"
     with pytest.raises(RunLockedError, match=message):
         dead.check(now=True)
     with pytest.raises(RunLockedError, match="was taken over"):

@@ -305,7 +305,7 @@ def test_a_directory_that_cannot_be_locked_is_used_with_a_warning(tmp_path, monk
     monkeypatch.setattr(fcntl, "flock", refuse)
     with lock_run(tmp_path):
         assert (tmp_path / ".lock").read_text().startswith(f"pid {os.getpid()}")
-    assert f"{tmp_path} cannot be locked ({os.strerror(errno.ENOLCK)}): see to it" in caplog.text
+    assert f"{tmp_path} cannot be locked ({os.strerror(errno.ENOLCK)}): make sure" in caplog.text
 
 
 @pytest.mark.parametrize(("size", "expected"), [(10, "running"), (4096, "failed")])
