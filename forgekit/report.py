@@ -164,10 +164,9 @@ def wrap_up(state: TrainState, out: PathLike, tokens: Location, *, prompt: str) 
     from forgekit.evaluation.generate import write_sample
     from forgekit.mesh import process_rank
 
-    out = Path(out)
-    run, metrics = Run.read(out), out / "metrics.jsonl"
+    out, metrics = Path(out), Path(out, "metrics.jsonl")
     parts: dict[str, Callable[[], object]] = {
-        f"{metrics}": lambda: "  ".join(map(" ".join, _last_losses(run).items()))
+        f"{metrics}": lambda: "  ".join(map(" ".join, _last_losses(Run.read(out)).items()))
     }
     if is_url(tokens) or (Path(tokens) / "tokenizer.json").exists():
         parts[f"sample ({out / 'samples'})"] = lambda: (
@@ -176,7 +175,7 @@ def wrap_up(state: TrainState, out: PathLike, tokens: Location, *, prompt: str) 
         )
     if process_rank() == 0:
         parts["loss curve"] = lambda: plot_losses(metrics, out / "loss.png")
-        if any(name.startswith(LOAD) for name in run.columns):
+        if any(name.startswith(LOAD) for name in Run.read(out).columns):
             parts["loads"] = lambda: plot_expert_loads(metrics, out / "expert_loads.png")
         parts["report"] = lambda: write_report(out)
     lines = []

@@ -140,6 +140,14 @@ def test_what_is_no_run_exits_2(arguments, message, tmp_path, monkeypatch, capsy
     assert not list(tmp_path.rglob("*.html"))
 
 
+def test_a_rank_that_has_no_file_of_the_run_says_so_and_does_not_fail(tmp_path, monkeypatch):
+    """The run directory may be on the first rank's machine alone."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = report.wrap_up(None, tmp_path, tmp_path, prompt="def ")
+    assert said.startswith(f"no {tmp_path}/metrics.jsonl: {tmp_path} has no row")
+
+
 LAYERS = [f"moe/load/layers.{layer}.feed_forward" for layer in range(2)]
 PICTURES = [
     (plot_losses, {"train/loss": 6.0}, {"train/loss": 6.0, "eval/a/loss": 4.0}),
