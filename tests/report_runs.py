@@ -6,12 +6,9 @@ import json
 
 CONFIG = {
     "steps": 60,
-    "global_batch_size": 32,
-    "batch_size": 2,
     "phases": [{"step": 20}, {"start": 320}],
     "pipeline_schedule": "interleaved_1f1b",
-    "data": {"doc_ids": True},
-    "mesh": {"pp": 2, "cp": 2},
+    "mesh": {"pp": 2},
 }
 
 

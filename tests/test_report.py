@@ -56,12 +56,13 @@ def test_every_part_of_a_run_is_on_its_page_which_loads_nothing_from_elsewhere(t
 def test_the_headline_says_what_a_run_took(tmp_path):
     took = {"train/targets": 100, "perf/step_seconds": 0.5, "perf/data_wait_seconds": 0.125}
     rows = [row | took | {"perf/mfu": 0.25} for row in rows_of(40)]
+    rows[3]["train/skipped"] = 2
     lines(tmp_path / "metrics.jsonl", rows)
     rows = dict(re.findall("<tr><td>(.*?)</td><td>(.*?)</td></tr>", page_of(tmp_path)))
     assert rows["targets"] == "4,000, 200 per second"
     assert rows["MFU"] == "25.0%"
     assert rows["time in steps"] == "0:00:20, 25.0% waiting for data"
-    assert rows["train/loss"] == "2.1250"
+    assert (rows["train/loss"], rows["bad steps"]) == ("2.1250", "1"), "rows that had some"
 
 
 def test_numbers_that_no_axis_can_hold_are_left_out_and_spikes_stay(tmp_path):

@@ -21,7 +21,7 @@ import attrs
 import torch
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Machine:
     """A device type and its interconnect.
 
@@ -51,29 +51,19 @@ class Machine:
     network_latency_s: float = 4e-6
 
 
-def _machine(
-    name: str, memory_gb: float, bandwidths: tuple[float, float, float], *tflops: float
-) -> Machine:
-    """Build from GB, GB/s of memory, link and network, and TFLOP/s of bf16, tf32, fp32."""
-    memory, link, network = (bandwidth * 1e9 for bandwidth in bandwidths)
-    bf16, tf32, fp32 = (peak * 1e12 for peak in tflops)
-    return Machine(
-        name=name,
-        peaks={"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32},
-        memory_bytes=memory_gb * 1e9,
-        memory_bandwidth=memory,
-        link_bandwidth=link,
-        network_bandwidth=network,
-    )
+def _peaks(bf16: float, tf32: float, fp32: float) -> dict[str, float]:
+    """Convert from TFLOP/s."""
+    tflops = {"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32}
+    return {dtype: peak * 1e12 for dtype, peak in tflops.items()}
 
 
 MACHINES: Mapping[str, Machine] = MappingProxyType(
     {
-        "a100": _machine("A100-SXM4-80GB", 80, (2039, 300, 25), 312, 156, 19.5),
+        "a100": Machine("A100-SXM4-80GB", _peaks(312, 156, 19.5), 80e9, 2039e9, 300e9, 25e9),
         # The SXM form; PCIe and NVL have lower peaks.
-        "h100": _machine("H100 80GB HBM3", 80, (3350, 450, 50), 989.4, 494.7, 66.9),
-        "h200": _machine("H200", 141, (4800, 450, 50), 989.4, 494.7, 66.9),
-        "b200": _machine("B200", 180, (7700, 900, 50), 2250, 1100, 75),
+        "h100": Machine("H100 80GB HBM3", _peaks(989.4, 494.7, 66.9), 80e9, 3350e9, 450e9, 50e9),
+        "h200": Machine("H200", _peaks(989.4, 494.7, 66.9), 141e9, 4800e9, 450e9, 50e9),
+        "b200": Machine("B200", _peaks(2250, 1100, 75), 180e9, 7700e9, 900e9, 50e9),
     }
 )
 """Machines by their names in ``forgekit plan --device``."""
