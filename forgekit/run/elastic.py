@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,7 @@ def hold_run(
         ValueError: If the workers of a later attempt would meet in the store of an earlier one.
     """
     if not restarts(os.environ):
-        with held_run(folder, url, is_writer=is_writer) as mirror:
+        with held_run(folder, url) if is_writer else nullcontext() as mirror:
             yield Attempt(), mirror
         return
     out, (rank, world, _) = url or folder, identity(os.environ)
@@ -96,8 +96,7 @@ def hold_run(
             if is_writer:
                 folder.mkdir(parents=True, exist_ok=True)
                 _ask_for(out, os.environ["TORCHELASTIC_RUN_ID"])
-                held = held_run(folder, url, is_writer=True, patience_s=HELD_S)
-                mirror = stack.enter_context(held)
+                mirror = stack.enter_context(held_run(folder, url, HELD_S))
                 _ask_for(out, "")
                 events = read_objects(folder / "history.jsonl")
         except (RunLockedError, OSError) as error:

@@ -174,16 +174,13 @@ def working_folder(url: Url) -> Path:
 
 
 @contextmanager
-def held_run(
-    folder: Path, url: Url | None, *, is_writer: bool, patience_s: float = 0.0
-) -> Iterator[Mirror | None]:
+def held_run(folder: Path, url: Url | None, patience_s: float = 0.0) -> Iterator[Mirror | None]:
     """Hold a run directory, as ``lock_run``; behind a URL also take its lease and mirror it.
 
     Args:
         folder: The run directory, or where this machine works on it: that is emptied, gets what the
             run needs to go on, and is uploaded as a whole at the end.
         url: Where it is, if it is behind a URL.
-        is_writer: Whether this is rank 0.
         patience_s: Seconds to wait for another writer to end.
 
     Raises:
@@ -191,9 +188,8 @@ def held_run(
         UrlError: If the bucket is not there, permits nothing, or does not answer; at the end, too.
     """
     with ExitStack() as stack:
-        held_here = lock_run(folder, is_writer=is_writer, name=url, patience_s=patience_s)
-        stack.enter_context(held_here)
-        if url is None or not is_writer:
+        stack.enter_context(lock_run(folder, name=url, patience_s=patience_s))
+        if url is None:
             yield None
             return
         mirror = Mirror(url, folder, stack.enter_context(held(url, folder, patience_s=patience_s)))

@@ -348,22 +348,24 @@ class Run:
 
     def _write_last(self, status: str, **fields: Any) -> None:
         """Write the final status without hiding the current exception."""
+        if not self.is_writer:
+            return
         try:
-            write_status(self.out, status, is_writer=self.is_writer, **fields)
+            write_status(self.out, status, **fields)
         except OSError as error:
             tell(f"status.json could not be written: {error}")
-        append_history(self.out, status, is_writer=self.is_writer, **fields)
+        append_history(self.out, status, **fields)
 
     def _note(self, state: TrainState, status: str, **fields: Any) -> None:
         self._noted = time.monotonic()
-        at: dict[str, Any] = {"step": state.step, "samples": state.samples}
-        if self._total < math.inf:
-            at["total"] = self._total
-        write_status(self.out, status, is_writer=self.is_writer, **at, **fields)
+        total = {"total": self._total} if self._total < math.inf else {}
+        if self.is_writer:
+            at = {"step": state.step, "samples": state.samples, **total}
+            write_status(self.out, status, **at, **fields)
 
     def _remember(self, event: str, state: TrainState, **fields: Any) -> None:
-        at = {"step": state.step, "samples": state.samples}
-        append_history(self.out, event, is_writer=self.is_writer, **at, **fields)
+        if self.is_writer:
+            append_history(self.out, event, step=state.step, samples=state.samples, **fields)
 
 
 @contextmanager

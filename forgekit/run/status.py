@@ -77,7 +77,6 @@ def check_directory(out: str | Path) -> None:
 def lock_run(
     out: str | os.PathLike[str],
     *,
-    is_writer: bool = True,
     name: str | None = None,
     patience_s: float = 0.0,
 ) -> Iterator[None]:
@@ -89,16 +88,12 @@ def lock_run(
 
     Args:
         out: The run directory; made if it does not exist.
-        is_writer: False on all ranks but the first, which then hold nothing.
         name: What the run directory is called in messages, if it is a copy.
         patience_s: Seconds to wait for a process that holds it.
 
     Raises:
         RunLockedError: If another process holds it.
     """
-    if not is_writer:
-        yield
-        return
     path = Path(out) / ".lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
@@ -123,9 +118,7 @@ def lock_run(
         yield
 
 
-def write_status(
-    out: str | os.PathLike[str], status: str, *, is_writer: bool = True, **fields: Any
-) -> None:
+def write_status(out: str | os.PathLike[str], status: str, **fields: Any) -> None:
     """Write ``status.json``, a run's outcome for scripts that cannot rely on exit codes.
 
     torchrun turns each exit code into 1, a clean stop included. Where no new file can be written,
@@ -134,7 +127,6 @@ def write_status(
     Args:
         out: The run directory; made if it does not exist.
         status: "running", "finished", "stopped" or "failed".
-        is_writer: False on all ranks but the first, which then write nothing.
         **fields: What else to say, for example ``step``, ``samples``, ``reason``. ``time`` (UTC)
             is added.
 
@@ -142,8 +134,6 @@ def write_status(
         ValueError: If ``status`` is not one of the four.
     """
     check_choice("status", status, STATUSES)
-    if not is_writer:
-        return
     Path(out).mkdir(parents=True, exist_ok=True)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     content = json.dumps({"status": status, "time": now} | fields, indent=2, default=str)
@@ -175,9 +165,7 @@ def is_running(out: str | os.PathLike[str]) -> bool:
     return is_noted and is_locked(Path(out) / ".lock")
 
 
-def append_history(
-    out: str | os.PathLike[str], event: str, *, is_writer: bool = True, **fields: Any
-) -> None:
+def append_history(out: Path, event: str, **fields: Any) -> None:
     """Append to ``history.jsonl``, which keeps all starts and ends.
 
     A run whose last event is "started" runs or was killed. An event that cannot be written, as on
@@ -186,14 +174,11 @@ def append_history(
     Args:
         out: The run directory.
         event: "started", "rolled_back", "finished", "stopped" or "failed".
-        is_writer: False on all ranks but the first, which then write nothing.
         **fields: What else to say. ``time`` (UTC) is added.
     """
-    if not is_writer:
-        return
     record = {"event": event, "time": datetime.now(UTC).isoformat(timespec="seconds")} | fields
     try:
-        append_lines(Path(out) / "history.jsonl", [json.dumps(record, default=str)])
+        append_lines(out / "history.jsonl", [json.dumps(record, default=str)])
     except OSError as error:
         log.warning("%s: %s could not be noted in history.jsonl: %s", out, event, error)
 

@@ -34,7 +34,7 @@ def url(bucket, tmp_path, monkeypatch):
 @contextmanager
 def opened(url, folder):
     folder.mkdir(exist_ok=True)
-    with held_run(folder, url, is_writer=True) as mirror:
+    with held_run(folder, url) as mirror:
         yield mirror
 
 
