@@ -71,7 +71,6 @@ class RowFile:
         path.touch()
         self._start, self._last = _last_row(path, start_step)
         self._line = _line(self._last) if self._last else b""
-        self._path = path
         # Unbuffered, so that one write is one system call.
         self._file = path.open("r+b", buffering=0)
         overwrite(self._file, self._start, self._line)  # later steps are redone
@@ -89,13 +88,7 @@ class RowFile:
             self._start = self._file.seek(0, os.SEEK_END)
         row = before | row
         line = _line(row)
-        try:
-            overwrite(self._file, self._start, line, self._line if is_same else b"")
-        except OSError as error:
-            reason = (
-                f"{error.strerror}: the row of step {row['step']} is lost, those before are whole"
-            )
-            raise OSError(error.errno, reason, str(self._path)) from error
+        overwrite(self._file, self._start, line, self._line if is_same else b"")
         self._last, self._line = row, line
         return new
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from forgekit.checks import brief, check_choice, flat, parse_json, path_of
+from forgekit.checks import brief, check_choice, flat, parse_json
 from forgekit.files import (
     UNSUPPORTED,
     append_lines,
@@ -50,25 +50,19 @@ def in_use(out: object, holder: str) -> RunLockedError:
     )
 
 
-def check_directory(out: str | Path) -> None:
-    """Raise for a directory in which set-up would fail later, or overwrite a model's file.
+def check_directory(folder: Path) -> None:
+    """Raise, before set-up, for a directory that cannot be written or that holds a model.
 
     Raises:
-        ValueError: If it cannot be made or written, or holds a model.
+        OSError: If it cannot be made or written.
+        ValueError: If it holds a model.
     """
-    directory = path_of("out", out)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        why = error.strerror or error
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
+    if any(folder.glob("*.safetensors")):
         raise ValueError(
-            f"{directory} cannot be a run directory: {why}. Choose another, out=DIR."
-        ) from None
-    if any(directory.glob("*.safetensors")):
-        raise ValueError(
-            f"{directory} holds a model, whose config.json would be overwritten by the run's. "
+            f"{folder} holds a model, whose config.json would be overwritten by the run's. "
             "Choose another run directory, out=DIR."
         )
 
