@@ -166,24 +166,23 @@ def wrap_up(state: TrainState, out: PathLike, tokens: Location, *, prompt: str) 
 
     out, metrics = Path(out), Path(out, "metrics.jsonl")
     parts: dict[str, Callable[[], object]] = {
-        f"{metrics}": lambda: "  ".join(map(" ".join, _last_losses(Run.read(out)).items()))
+        f"{metrics}: ": lambda: "  ".join(map(" ".join, _last_losses(Run.read(out)).items()))
     }
     if is_url(tokens) or (Path(tokens) / "tokenizer.json").exists():
-        parts[f"sample ({out / 'samples'})"] = lambda: (
-            "\n"
-            + write_sample(state, out, load_tokenizer(tokens), prompt, temperature=0.8, top_k=50)
+        parts[f"sample ({out / 'samples'}):\n"] = lambda: write_sample(
+            state, out, load_tokenizer(tokens), prompt, temperature=0.8, top_k=50
         )
     if process_rank() == 0:
-        parts["loss curve"] = lambda: plot_losses(metrics, out / "loss.png")
+        parts["loss curve: "] = lambda: plot_losses(metrics, out / "loss.png")
         if any(name.startswith(LOAD) for name in Run.read(out).columns):
-            parts["loads"] = lambda: plot_expert_loads(metrics, out / "expert_loads.png")
-        parts["report"] = lambda: write_report(out)
+            parts["loads: "] = lambda: plot_expert_loads(metrics, out / "expert_loads.png")
+        parts["report: "] = lambda: write_report(out)
     lines = []
-    for name, make in parts.items():
+    for head, make in parts.items():
         try:
-            lines.append(f"{name}: {make()}")
+            lines.append(f"{head}{make()}")
         except Exception as error:  # tokenizers, drawing libraries and disks raise anything
-            lines.append(f"no {name}: {error}")
+            lines.append(f"no {head.rstrip()} {error}")
     return "\n".join(lines)
 
 
