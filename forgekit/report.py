@@ -175,7 +175,9 @@ def wrap_up(state: TrainState, out: PathLike, tokens: Location, *, prompt: str) 
     if process_rank() == 0:
         parts["loss curve: "] = lambda: plot_losses(metrics, out / "loss.png")
         if any(name.startswith(LOAD) for name in Run.read(out).columns):
-            parts["loads: "] = lambda: plot_expert_loads(metrics, out / "expert_loads.png")
+            parts["loads of experts: "] = lambda: plot_expert_loads(
+                metrics, out / "expert_loads.png"
+            )
         parts["report: "] = lambda: write_report(out)
     lines = []
     for head, make in parts.items():
