@@ -26,6 +26,7 @@ from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import attrs
+from cattrs import Converter
 
 from forgekit.checks import parse_json, path_problem
 from forgekit.environment import end_launcher
@@ -299,7 +300,7 @@ def _read_all(cls: Any, tree: Mapping[str, Any]) -> tuple[Any, Problems]:
     """Build a class from a tree; unknown keys are reported with the nearest known one."""
     config, problems = None, []
     with _collecting(problems):
-        config = _read(tree, cls)
+        config = _CONVERTER.structure(tree, cls)
     names = [name for name, *_ in keys_of(cls)]
     names += {name.rpartition(".")[0] for name in names if "." in name}
     suggest = [
@@ -329,17 +330,6 @@ def _collecting(problems: Problems, prefix: str = "") -> Iterator[None]:
             problems.append((f"{prefix}{dot}{path}", text))
 
 
-def _read(value: Any, kind: Any) -> Any:
-    """Convert a plain value to a type without coercing it: 7.9 is no int, text is no list."""
-    if attrs.has(kind):
-        return _read_section(value, kind)
-    if kind in SCALARS:
-        return _read_scalar(value, kind)
-    readers = {Literal: _read_choice, Union: _read_union, UnionType: _read_union}
-    readers |= {list: _read_sequence, tuple: _read_sequence, dict: _read_table}
-    return readers.get(get_origin(kind) or kind, _read_unsupported)(value, kind)
-
-
 def _read_section(value: Any, cls: Any) -> Any:
     if not isinstance(value, Mapping):
         raise _mismatch(value, cls)
@@ -348,7 +338,8 @@ def _read_section(value: Any, cls: Any) -> Any:
     for alias, field in fields.items():
         with _collecting(problems, alias):
             if alias in value:
-                values[alias] = read = _read(value[alias], field.type)
+                read = _CONVERTER.structure(value[alias], field.type)  # pyright: ignore[reportArgumentType]
+                values[alias] = read
                 if field.validator and not field.converter:  # now: no error hides the next
                     with suppress(AttributeError):  # it compares with a field not yet read
                         _refusing(field.validator, SimpleNamespace(**values), field, read)
@@ -375,10 +366,10 @@ def _read_union(value: Any, kind: Any) -> Any:
     if Path in arms and Url in arms:  # each would refuse with less to say
         arms.remove(Path if is_url(value) else Url)
     if len(arms) == 1:
-        return _read(value, arms[0])
+        return _CONVERTER.structure(value, arms[0])
     for arm in arms:
         with suppress(ConfigError):
-            return _read(value, arm)
+            return _CONVERTER.structure(value, arm)
     raise _mismatch(value, kind)
 
 
@@ -419,7 +410,7 @@ def _read_items(items: Iterable[tuple[str, Any, Any]]) -> dict[str, Any]:
     read = {}
     for label, value, kind in items:
         with _collecting(problems, label):
-            read[label] = _read(value, kind)
+            read[label] = _CONVERTER.structure(value, kind)
     if problems:
         raise ConfigError(problems)
     return read
@@ -467,6 +458,27 @@ def _mismatch(value: Any, kind: Any) -> ConfigError:
     elif (get_origin(kind) or kind) in (list, tuple):
         hint = """; write TOML, such as '[1, 2]' or '["a", "b"]'"""
     return _refusal(f"expected {name_of(kind)}, read {_typed(value)}{hint}")
+
+
+def _strict_converter() -> Converter:
+    """Make a converter that coerces nothing: cattrs reads 7.9 as 7 and text as a list."""
+    converter = Converter()
+    hooks = (  # hooks are tried last registered first
+        (lambda _: True, _read_unsupported),
+        (lambda kind: get_origin(kind) is Literal, _read_choice),
+        (lambda kind: get_origin(kind) in (Union, UnionType), _read_union),
+        (lambda kind: (get_origin(kind) or kind) in (list, tuple), _read_sequence),
+        (lambda kind: (get_origin(kind) or kind) is dict, _read_table),
+        (attrs.has, _read_section),
+    )
+    for accepts, hook in hooks:
+        converter.register_structure_hook_func(accepts, hook)
+    for kind in SCALARS:
+        converter.register_structure_hook(kind, _read_scalar)
+    return converter
+
+
+_CONVERTER = _strict_converter()
 
 
 def _typed(value: Any) -> str:
