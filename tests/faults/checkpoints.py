@@ -130,7 +130,7 @@ SGD, LOADED = value(USER, "optimizer", _other_optimizer), partial(value, USER, "
 NO_SAMPLES = LOADED(lambda state: fk.donate(state, samples=0))
 NO_STEPS = LOADED(lambda state: fk.donate(state, step=0))
 FAULTS = [
-    Fault("a torn file", RESUME, _to_file(_truncate), BEFORE, quick=True),
+    Fault("a torn file", RESUME, _to_file(_truncate), BEFORE),
     Fault("a flipped bit", RESUME, _to_file(_flip), BEFORE),
     Fault("an empty file of weights", RESUME, _to_file(_empty), BEFORE),
     Fault("a file that is gone", RESUME, _to_file(Path.unlink), BEFORE),

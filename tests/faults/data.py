@@ -106,8 +106,8 @@ HALF, FURTHER = RESUME(lambda samples: samples // 2), RESUME(lambda samples: sam
 OTHER = value(USER, "weights", lambda: {"a": 2, "b": 1})
 FAULTS = [
     Fault("a resume from the start", EPOCH, RESUME(lambda _: 0), "^read again"),
-    Fault("a resume that counts one rank's rows", EPOCH, HALF, "read again", quick=True),
-    Fault("a resume one micro-batch further", EPOCH, FURTHER, "^lost", quick=True),
+    Fault("a resume that counts one rank's rows", EPOCH, HALF, "read again"),
+    Fault("a resume one micro-batch further", EPOCH, FURTHER, "^lost"),
     Fault("ranks that read the same", EPOCH, ONE_RANK, "read again"),
     Fault("a shuffle for each rank", EPOCH, OWN_SEED, "^lost.*again"),
     Fault("a loader that repeats", EPOCH, STREAM(_doubled), "read again"),

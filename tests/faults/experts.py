@@ -57,13 +57,13 @@ OWN_COUNTS = function("_sum_slices", lambda _sum, _group, counts: counts)
 FIRST_TWICE = [2.0] + [1.0] * (models.MOE.experts - 1)
 """What recomputation counted again: here of one expert, so that shares change too."""
 FAULTS = [
-    Fault("divide experts by ep", EP, _times_ep(0.5), "gradients of experts", quick=True),
+    Fault("divide experts by ep", EP, _times_ep(0.5), "gradients of experts"),
     Fault("experts times ep", EP, _times_ep(2.0), "gradients of experts"),
-    Fault("forget to reduce routers", EP, ROUTERS, ROUTER, quick=True),
+    Fault("forget to reduce routers", EP, ROUTERS, ROUTER),
     Fault("average norms", EP, norm_of(mean_of_norms), "sgd grad_norm"),
     Fault("count twice", EP, _counts(FIRST_TWICE), "balance"),
     Fault("halve counts", EP, _counts(0.5), "counts"),
-    Fault("terms times micro-batches", EP, _terms(3), ROUTER, quick=True),
+    Fault("terms times micro-batches", EP, _terms(3), ROUTER),
     Fault("terms times micro-batches: dense", EP, _terms(3), "gradients of dense"),
     Fault("terms without gradient", EP, _terms(0), ROUTER),
     Fault("rows of slices", "moe-cp2-ring fp64", OWN_COUNTS, ROUTER),

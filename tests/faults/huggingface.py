@@ -104,7 +104,7 @@ EXPORT, UP = "export", r"layers\.1\.(mlp\.up_proj|feed_forward\.up)"
 NORMS = _swap("input_layernorm", "post_attention_layernorm")
 REVERSED, OTHER_THETA = _to_weights(_reverse_heads), _to_config(_other_theta)
 FAULTS = [
-    Fault("layers swapped", EXPORT, _swap(".layers.0.", ".layers.1."), "logits", quick=True),
+    Fault("layers swapped", EXPORT, _swap(".layers.0.", ".layers.1."), "logits"),
     Fault("gate and up swapped", EXPORT, _swap("gate_proj", "up_proj"), "logits"),
     Fault("norms swapped", EXPORT, NORMS, "logits"),
     Fault("rows of queries in another order", EXPORT, REVERSED, "logits"),

@@ -118,8 +118,8 @@ NEUTRAL, TRAINS = value(USER, "before", _neutral_scale), value(USER, "before", _
 TWICE, LATE = function("merge_lora", _merged_twice), value(USER, "after_parallelize", _add_late)
 FAULTS = [
     Fault("a scale that is forgotten", "adapters", NEUTRAL, "gradients"),
-    Fault("merged twice", "adapters", TWICE, "merged", quick=True),
+    Fault("merged twice", "adapters", TWICE, "merged"),
     Fault("a base that trains", "adapters", TRAINS, "trained parameters of the base"),
     Fault("adapters after parallelize", "adapters", LATE, "parallelize"),
-    Fault("a stale magnitude", "dora", value(USER, "after_load", _stale), "logits", quick=True),
+    Fault("a stale magnitude", "dora", value(USER, "after_load", _stale), "logits"),
 ]

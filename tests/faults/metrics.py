@@ -96,7 +96,7 @@ OF_RANK = value(USER, "loss", _mean_of_rank)
 FAULTS = [
     Fault("a metric averaged on its rank", "rows", OF_RANK, "train/label"),
     Fault("another loss than is trained", "rows", LARGER, "train/loss"),
-    Fault("a resume that keeps rows", "rows", LATE, "steps", quick=True),
+    Fault("a resume that keeps rows", "rows", LATE, "steps"),
     Fault("a resume that drops rows", "rows", FROM_ZERO, "steps"),
     Fault("a row that is not written", "rows", LEFT_OUT, "steps"),
 ]

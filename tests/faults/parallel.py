@@ -114,17 +114,17 @@ BF16 = on_rank_1("options", lambda: {"precision": "bf16"})
 OWN_POSITIONS = part("model", lambda: verified.OwnPositions(SPEC))
 SHIFTED = part("loss", _shifted_in_slice)
 FAULTS = [
-    Fault("average over ranks", "fsdp2 fp32", AVERAGE, "gradients", quick=True),
+    Fault("average over ranks", "fsdp2 fp32", AVERAGE, "gradients"),
     Fault("average over ranks", "ddp2 fp32", AVERAGE, "gradients"),
     Fault("average over ranks", "hsdp2x2 fp32", AVERAGE, "gradients"),
     Fault("average over ranks", "cp2-ulysses fp32", AVERAGE, "gradients"),
     Fault("average over ranks", "fsdp2 bf16", AVERAGE, "gradients", least=10),
-    Fault("drop the causal offset", "cp2-ring fp32", OFFSET, POSITIONS, quick=True),
+    Fault("drop the causal offset", "cp2-ring fp32", OFFSET, POSITIONS),
     Fault("drop the causal offset", "cp4-both fp32", OFFSET, POSITIONS),
-    Fault("each tensor-parallel rank counts", TP, ALL_OWN, "gradients", quick=True),
+    Fault("each tensor-parallel rank counts", TP, ALL_OWN, "gradients"),
     # The share of replicated norms in the gradient's norm is small.
     Fault("replicas in the norm", TP, norm_of(summed), "sgd grad_norm", least=50),
-    Fault("a plan that leaves a weight out", USERS, UNNAMED, r"layers\.\d\.act", quick=True),
+    Fault("a plan that leaves a weight out", USERS, UNNAMED, r"layers\.\d\.act"),
     Fault("another plan on rank 1", USERS, own_model(RIGHT, _shorter_plan), "ranks differ in plan"),
     Fault("another precision on rank 1", USERS, BF16, "'fp32' on rank 0, 'bf16' on rank 1"),
     Fault("positions counted in a slice", OF_CP, OWN_POSITIONS, r"'layers\.0\.attention' is given"),
@@ -135,7 +135,6 @@ FAULTS = [
             USERS,
             own_model(partial(_across, operation)),
             "channels",
-            quick=name == "a norm",
         )
         for name, operation in ACROSS.items()
     ),

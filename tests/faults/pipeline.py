@@ -34,7 +34,7 @@ OF_OWN_STAGE = norm_of(lambda square: square)
 ONE_MORE = result("accumulate", _one_more_loss)
 TERM = user_loss("a term over parameters")
 FAULTS = [
-    Fault("divide by micro-batches", "pp2-gpipe fp32", SCALED, "gradients", quick=True),
+    Fault("divide by micro-batches", "pp2-gpipe fp32", SCALED, "gradients"),
     Fault("divide by micro-batches", "pp2-zbv fp32", SCALED, "gradients"),
     Fault("clip per stage: sgd grad_norm", STAGES, OF_OWN_STAGE, "sgd grad_norm"),
     Fault("clip per stage: sgd moved", STAGES, OF_OWN_STAGE, "sgd moved"),

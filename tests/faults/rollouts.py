@@ -128,12 +128,12 @@ OLD = value(USER, "publish", _publish_old)
 HALF = _published_of(lambda number, _: number % 2)
 HEADLESS = _published_of(lambda _, name: name != "output.weight")
 FAULTS = [
-    Fault("acknowledged as it is read", LIVES, AT_ONCE, "lost", quick=True),
+    Fault("acknowledged as it is read", LIVES, AT_ONCE, "lost"),
     Fault("acknowledged before the save", LIVES, EARLY, "lost"),
     Fault("a loaded state that acknowledges nothing", LIVES, UNTRAINED, "twice"),
     Fault("a bad step that keeps its rollouts", LIVES, KEPT, "lost"),
     Fault("a generator's repetition is another sample", LIVES, REPEATED, "twice"),
-    Fault("old weights under a new version", PUBLISHED, OLD, "apart on the probe", quick=True),
+    Fault("old weights under a new version", PUBLISHED, OLD, "apart on the probe"),
     Fault("half the tensors", PUBLISHED, HALF, "is of another model"),
     Fault("a lost head", PUBLISHED, HEADLESS, r"has \['output.weight'\] besides"),
 ]

@@ -84,7 +84,7 @@ LATE, BROKEN = value(USER, "before", _late), value(USER, "before", _broken)
 UNKNOWN = value(USER, "groups_end", lambda end: None)
 FAILED = "^HangError.*rank 1 failed: KeyError: 'a broken row'"
 FAULTS = [
+    Fault("an end that groups does not know", "ending", UNKNOWN, "to make_step but not to groups"),
     Fault("a rank that hangs", "watched", LATE, r"^HangError.*rank 1 is at run\.py:\d+ in _late"),
     Fault("a rank that fails", "watched", BROKEN, FAILED),
-    Fault("an end that groups does not know", "ending", UNKNOWN, "to make_step but not to groups"),
 ]

@@ -90,7 +90,6 @@ class Fault:
         plant: How it is planted.
         seen: The error that tells, by its name; or what the sentence has to match.
         least: Of an error: how many times over its bound it has to be.
-        quick: Whether the default run of the tests has this row.
     """
 
     name: str
@@ -98,7 +97,6 @@ class Fault:
     plant: Plant
     seen: str
     least: float = FAR
-    quick: bool = False
 
 
 @cache
@@ -120,6 +118,12 @@ def all_faults() -> dict[str, Fault]:
         for room in ROOMS
         for fault in importlib.import_module(f"faults.{room}").FAULTS
     }
+
+
+@cache
+def default_faults() -> frozenset[str]:
+    """The rows of the default run: the first of each room."""
+    return frozenset({name.partition(":")[0]: name for name in reversed(all_faults())}.values())
 
 
 def _measure(
@@ -148,21 +152,22 @@ def _job(check: str, names: tuple[str | None, ...]) -> dict[str | None, Any]:
     return dict(zip(names, zip(*by_rank, strict=True), strict=True))
 
 
-def run(check: str, name: str | None = None, *, quick: bool = False) -> Seen:
+def run(check: str, name: str | None = None, *, by_default: bool = False) -> Seen:
     """What a check sees of a fault, or without one.
 
     Args:
         check: Name of the check.
         name: Name of the fault; None: without one.
-        quick: Whether the job is that of the default run, which has the quick faults alone.
+        by_default: Whether the job is that of the default run, which has fewer faults.
 
     Raises:
         AssertionError: If what was planted was not called on any rank.
     """
     how, names = all_checks()[check], (name,)
     if not how.alone:
-        rows = all_faults().items()
-        names = (None, *(n for n, fault in rows if fault.check == check and fault.quick >= quick))
+        rows = {n for n, fault in all_faults().items() if fault.check == check}
+        rows = rows & default_faults() if by_default else rows
+        names = (None, *(n for n in all_faults() if n in rows))
     measured = _job(check, names)[name]
     if isinstance(measured, str) and len(names) > 1:  # one of them stopped the job
         measured = _job(check, (name,))[name]

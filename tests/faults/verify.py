@@ -30,9 +30,9 @@ DIES, RAISES = value(USER, "build", verified.dies), value(USER, "build", verifie
 MEAN, OPAQUE = _built("a mean per micro-batch"), _built("opaque")
 ON_RANK_1 = "rank 1 of 2 raised RuntimeError: the disk of rank 1 is full"
 FAULTS = [
+    Fault("a forgotten mesh", "verify", _built("a forgotten mesh"), "the state got no mesh"),
     Fault("a mean per micro-batch", "verify", MEAN, "different: micro-batches break"),
     Fault("outputs that FSDP cannot look into", "verify", OPAQUE, "UnreducedError"),
-    Fault("a forgotten mesh", "verify", _built("a forgotten mesh"), "the state got no mesh"),
     Fault("a rank that dies", "verify", DIES, "rank 1 of 2 died"),
     Fault("a rank that raises", "verify", RAISES, ON_RANK_1),
 ]
