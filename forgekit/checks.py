@@ -13,6 +13,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,10 @@ def is_integer(value: Any) -> bool:
         (True, False, False)
     """
     is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool"
-    if is_bool or not hasattr(value, "__index__"):
-        return False
-    try:
+    with suppress(TypeError, ValueError, RuntimeError):  # arrays, and tensors without a value
         operator.index(value)
-    except (TypeError, ValueError, RuntimeError):  # arrays, and tensors without a value
-        return False
-    return True
+        return not is_bool
+    return False
 
 
 def check_integers(**numbers: tuple[Any, int] | tuple[Any, int, int]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,7 +31,6 @@ SAMPLE_ORDER = 2
 """Incremented when the same seed yields different rows."""
 
 _VERSION = "sample order"
-_WORDS = MappingProxyType({"seq_len": "sequence length"})
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -204,7 +202,7 @@ def compare_facts(then: dict[str, Any], now: dict[str, Any], prefix: str = "") -
             changed += compare_facts(before, after, f"{prefix}{key}: ")
             continue
         values = f" ({before} then, {after} now)" if isinstance(before, bool | int) else ""
-        changed.append(prefix + _WORDS.get(key, key) + values)
+        changed.append(prefix + key.replace("seq_len", "sequence length") + values)
     return changed
 
 

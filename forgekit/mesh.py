@@ -69,13 +69,11 @@ class MeshSpec:
     def __attrs_post_init__(self) -> None:
         sizes = attrs.asdict(self)
         for name, size in sizes.items():
-            if size < 1 and size != -1:
-                raise ValueError(f"{name} is {size}; a mesh dimension is at least 1, or -1 once.")
+            if size < 1 and (size != -1 or name == "ep"):
+                raise ValueError(f"{name} is {size}; it is at least 1, or -1 once (not of ep).")
         free = [name for name, size in sizes.items() if size == -1]
         if len(free) > 1:
-            raise ValueError(f"{' and '.join(free)} are both -1; only one can be what is left.")
-        if self.ep == -1:
-            raise ValueError("ep is -1; it is a view over dp_shard * cp, so give its size.")
+            raise ValueError(f"{' and '.join(free)} are -1; only one of them can be.")
 
 
 def build_mesh(
@@ -139,12 +137,10 @@ def resolve_sizes(spec: MeshSpec, world: int) -> tuple[int, ...]:
     free = next((name for name, size in sizes.items() if size == -1), None)
     given = [f"{name} {size}" for name, size in sizes.items() if size not in (1, -1)]
     shown, ranks = " * ".join(given) or "1", counted(world, "rank")
-    if free is None and product != world:
-        raise RankCountError(f"{shown} = {product} does not fit {ranks}; {_nearest(sizes, world)}")
-    if world % product:
-        verb = "is" if world == 1 else "are"
+    if world % product or (free is None and world != product):
+        verb = "fit" if free is None else "divide"
         raise RankCountError(
-            f"{shown}: {ranks} {verb} not divisible by {product}; {_nearest(sizes, world)}"
+            f"{shown} = {product} does not {verb} {ranks}; {_nearest(sizes, world)}"
         )
     if free is not None:
         sizes[free] = world // product
@@ -174,11 +170,10 @@ def data_ranks(mesh: DeviceMesh | None) -> tuple[int, int]:
     if mesh is None:
         return 0, 1
     check_dimensions(mesh)
-    names, rank, world = mesh.mesh_dim_names or (), 0, 1
-    for name in DATA_DIMENSIONS:
-        if name in names:  # a mesh that a user built may have fewer
-            # Not mesh[name]: that builds a submesh, each time.
-            size = mesh.size(names.index(name))
+    rank, world = 0, 1
+    # A mesh that a user built may lack some. Not mesh[name]: that builds a submesh, each time.
+    for name, size in zip(mesh.mesh_dim_names or (), mesh.shape, strict=True):
+        if name in DATA_DIMENSIONS:
             rank, world = rank * size + mesh.get_local_rank(name), world * size
     return rank, world
 

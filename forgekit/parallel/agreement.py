@@ -13,9 +13,6 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import nn
 
-SHOWN = 4
-"""Maximum number of ranks that an error lists."""
-
 
 class Difference(NamedTuple):
     """A key, the first rank that stated it, and a rank that stated another value."""
@@ -99,14 +96,9 @@ def check_same(settings: Sequence[Mapping[str, str]]) -> None:
     names = dict.fromkeys(name for one in settings for name in one)
     difference = find_difference([{name: one.get(name) for name in names} for one in settings])
     if difference is not None:
-        name = difference.key
-        first = {one.get(name): rank for rank, one in reversed(list(enumerate(settings)))}
-        shown = list(first.items())[::-1][:SHOWN]
-        raise ValueError(
-            f"ranks differ in {name}: "
-            + ", ".join(f"{value} on rank {rank}" for value, rank in shown)
-            + ". Use one configuration for all ranks."
-        )
+        name, *ranks = difference
+        shown = ", ".join(f"{settings[rank].get(name)} on rank {rank}" for rank in ranks)
+        raise ValueError(f"ranks differ in {name}: {shown}. Use one configuration for all ranks.")
 
 
 def _describe(model: nn.Module) -> str:

@@ -69,8 +69,7 @@ def shard(
         # Each of them would make a mesh of its own, and process groups are made by all together.
         raise ValueError(
             f"reshard_after_forward={reshards} needs all {dist.get_world_size()} ranks on "
-            f"dp_replicate, dp_shard and cp, and they have {mesh.size()}. Use True or False beside "
-            "tp."
+            f"dp_replicate, dp_shard and cp, which have {mesh.size()}. Use True or False."
         )
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload_policy(mesh, cpu_offload)}
     for block in blocks:

@@ -7,7 +7,7 @@ other model takes it too once its projection is named, so that a loss in chunks 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -42,25 +42,24 @@ def find_head(model: nn.Module, name: str) -> nn.Linear:
         or any(adapter.dropout for adapter in adapters)
     ):
         raise ValueError(
-            f"head={name!r} is {module} in {type(model).__name__}; it must name the nn.Linear "
-            "whose output are the logits, such as 'lm_head', without bias, packed weight or "
-            "dropout in its adapter. Leave it out to compute a loss of whole logits."
+            f"head={name!r} is {module}; it must name the nn.Linear that returns the logits, such "
+            "as 'lm_head', without bias, packed weight or dropout in its adapter."
         )
     return module
 
 
-def take_head(root: nn.Module, module: nn.Linear) -> None:
-    """Make a model's ``forward`` accept ``head=``, in place.
+def take_head(roots: Iterable[nn.Module], module: nn.Linear) -> None:
+    """Make the ``forward`` of a model, or of its stages, accept ``head=``, in place.
 
     ``model(..., head=head)`` then returns ``head(hidden, weight)``, computed where the projection
     would be: there FSDP has gathered the weight. Without ``head=`` all stays as it was.
 
     Args:
-        root: The model, or a pipeline stage, before FSDP wraps it.
+        roots: The model, or this rank's pipeline stages, before FSDP wraps them.
         module: What ``find_head`` found; another stage may hold it.
     """
-    is_here = any(part is module for part in root.modules())
-    wrap_forward(root, partial(_run, module if is_here else None))
+    for root in roots:
+        wrap_forward(root, partial(_run, module if module in root.modules() else None))
 
 
 def gather_output(_module: nn.Module, _args: Any, output: Any) -> Any:
@@ -105,9 +104,8 @@ def _run(
     # A model that changes its logits (scale, soft cap) returns another tensor or version.
     if [p._version for p in placeholders] != [0] or not _holds(output, placeholders[0]):
         raise ValueError(
-            f"head= takes the place of one projection whose output the model returns as it is; "
-            f"here it ran {len(results)} times, or the model changes logits afterwards (a scale, a "
-            "soft cap), which would be left out. Compute the loss of its logits."
+            f"head= replaces one projection, which ran {len(results)} times, or whose output the "
+            "model changes (a scale, a soft cap). Compute the loss of the model's logits instead."
         )
     return results[0]
 

@@ -75,10 +75,12 @@ def materialise(
     without_values = [
         m for m in model.modules() if any(b.is_meta for b in m.buffers(recurse=False))
     ]
+    home = "cpu" if cpu_offload else device
     for root in roots:
         # `_apply` replaces each parameter by its name, so that one of two names becomes two.
         shared = shared_parameters(root)
-        _allocate(root, device, "cpu" if cpu_offload else device)
+        # Tensors that are not on meta are moved; ``to_empty`` would clear them.
+        root._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(device))
         for names in shared:  # one per name by now
             share_again(root, names)
     # Each from (seed, name), drawn whole, then sharded: torch draws the same numbers for every
@@ -86,17 +88,6 @@ def materialise(
     init_weights(model, seed, only=on_meta)
     for module in without_values:
         _reset_buffers(module)
-
-
-def _allocate(root: nn.Module, device: str, device_of_parameters: str) -> None:
-    """Allocate tensors on meta and move the others, which ``to_empty`` would clear."""
-
-    def allocate(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.is_meta:
-            return torch.empty_like(tensor, device=device_of_parameters)
-        return tensor.to(device)
-
-    root._apply(allocate)
 
 
 SCALE = "scalar_embed_scale"

@@ -11,7 +11,8 @@ that was built there.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, get_args
+from functools import reduce
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import attrs
 import torch.distributed as dist
@@ -34,8 +35,6 @@ from forgekit.parallel.activation_checkpoint import (
 )
 from forgekit.parallel.agreement import check_alike, exchange
 from forgekit.parallel.context.context_parallel import (
-    ChosenAttention,
-    Context,
     ContextParallel,
     apply_context,
     choose_attention,
@@ -76,10 +75,6 @@ class Options:
     cpu_offload: bool
     batch_invariant: bool
     seed: int
-
-    def by_name(self) -> dict[str, Any]:
-        """All of them, to be compared."""
-        return attrs.asdict(self, recurse=False)
 
 
 def parallelize(
@@ -171,50 +166,74 @@ def parallelize(
         batch_invariant=batch_invariant,
         seed=seed,
     )
+    _lay_out(model, mesh, options)
+    return model
+
+
+def _lay_out(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
+    """Lay a model out in place, in the order that the top of this file explains."""
     # What can be refused is refused here, on all ranks alike, before process groups are made.
     path, layers = _check(model, mesh, options)
-    kernels = choose_attention(model, mesh, COMPUTE.get(precision), attention, context_parallel)
-    styles = read_plan(model, size_of(mesh, "tp"), plan)
+    precision, method = options.precision, options.context_parallel
+    kernels = choose_attention(model, mesh, COMPUTE.get(precision), options.attention, method)
+    styles = read_plan(model, size_of(mesh, "tp"), options.plan)
     view = expert_view(mesh)
-    experts = [] if view is None else find_experts(model, plan)
-    projection = None if head is None else find_head(model, head)
+    experts = [] if view is None else find_experts(model, options.plan)
+    projection = None if options.head is None else find_head(model, options.head)
     modules = dict(model.named_modules())  # all of them: a pipeline takes some out
 
     data_ranks, tensor_ranks = arrange(mesh)
     # Sockets before anything is wrapped: they are found by their modules' names and attributes.
-    context = apply_context(model, mesh, context_parallel, kernels=kernels)
+    context = apply_context(model, mesh, method, kernels=kernels)
     # While parameters are whole and plain: afterwards each rank keeps its part of what it holds.
     copy_from_first_rank(model, mesh)
     # Nothing below spends time or memory on the parts of other stages.
     stages = _split(model, mesh, path, options)
     roots = [model] if stages is None else stages.modules
+    has_last = stages is None or stages.has_last
     layers, experts = _present(layers, roots), _present(experts, roots)
     move(model, mesh)
     # From here on a parameter is a DTensor over tp, or over ep.
     unsharded = apply_plan(model, tensor_ranks, styles, modules)
     apply_experts(model, view, experts)
     # Recomputation repeats the collectives of tp, cp and ep; the compiler traces both as one block.
-    tile_feed_forward(layers, mlp_tiles)
-    _recompute_and_compile(layers, options)
-    _take_heads(roots, projection)
+    tile_feed_forward(layers, options.mlp_tiles)
+    for layer in layers:
+        recompute(layer, options.activation_checkpoint)
+    if options.compile:
+        budget = options.memory_budget
+        compile_blocks(layers, options.activation_checkpoint, memory_budget=budget)
+    if projection is not None:
+        take_head(roots, projection)
     if _is_sharded(mesh, options):
-        _shard(roots, layers, experts, (data_ranks, view), stages, options)
-    if tensor_ranks is not None and (stages is None or stages.has_last):
+        # A backward in two parts finds a stage's weights only while they are gathered.
+        reshards = options.reshard_after_forward if stages is None else False
+        kept = {"reshard_after_forward": reshards, "cpu_offload": options.cpu_offload}
+        # Inner modules first: an outer one leaves out what is wrapped already.
+        if view is not None:
+            shard_experts(experts, view, precision, **kept)
+        inner = roots[:-1] if has_last else roots
+        shard(roots, layers, data_ranks, precision, inner=inner, **kept)
+    if tensor_ranks is not None and has_last:
         roots[-1].register_forward_hook(gather_output)
     # Last: what gets memory are shards.
-    materialise(model, roots, mesh.device_type, seed=seed, cpu_offload=cpu_offload)
-    layout = _layout(
-        model,
-        mesh,
-        precision=precision,
-        context=context,
-        kernels=kernels,
+    materialise(model, roots, mesh.device_type, seed=options.seed, cpu_offload=options.cpu_offload)
+    layout = Layout(
+        **context._asdict(),
+        experts=expert_ranks(mesh)[1],
+        tensor=size_of(mesh, "tp"),
+        sequence=size_of(mesh, "tp") if "sequence" in styles.values() else 1,
+        longest=longest_of(model),
+        attention=kernels.kernels,
+        documents=kernels.documents,
+        owns_loss=has_last and (tensor_ranks is None or tensor_ranks.get_local_rank() == 0),
+        stages=stages,
         styles=styles,
         unsharded=unsharded,
-        stages=stages,
+        loss_scale=1.0 if precision == "fp16" else DEFAULT_LOSS_SCALE,
+        dynamic_loss_scale=precision == "fp16",
     )
     set_layout(model, layout)
-    return model
 
 
 def _check(model: nn.Module, mesh: DeviceMesh, options: Options) -> tuple[str, list[nn.Module]]:
@@ -232,8 +251,8 @@ def _check_ranks(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     """Raise on every rank if the mesh is not the world, or ranks were set up differently."""
     if mesh.size() != dist.get_world_size():
         raise ValueError(
-            f"the mesh has {mesh.size()} ranks and the world, over which a step adds up, "
-            f"{dist.get_world_size()}. Start as many processes as the mesh needs."
+            f"the mesh has {mesh.size()} ranks and the world {dist.get_world_size()}. Start as "
+            "many processes as the mesh needs."
         )
     check_dimensions(mesh)
     plan = getattr(model, "plan", None) if options.plan is None else options.plan
@@ -241,32 +260,23 @@ def _check_ranks(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     # A style of torch's by its attributes: its own text has an address.
     shown = [(n, (type(s), vars(s)) if isinstance(s, ParallelStyle) else s) for n, s in items]
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
-    check_alike(model, {**options.by_name(), "plan": shown, "mesh": sizes})
+    check_alike(model, {**attrs.asdict(options, recurse=False), "plan": shown, "mesh": sizes})
 
 
 def _check_options(
     model: nn.Module, mesh: DeviceMesh, layers: list[nn.Module], options: Options
 ) -> None:
-    for name, kind in {
-        "precision": Precision,
-        "activation_checkpoint": ActivationCheckpoint,
-        "pipeline_schedule": PipelineSchedule,
-        "context_parallel": ContextParallel,
-        "attention": AttentionChoice,
-    }.items():
-        check_choice(name, getattr(options, name), get_args(kind))
+    for name, kind in get_type_hints(Options).items():
+        if get_origin(kind) is Literal:
+            check_choice(name, getattr(options, name), get_args(kind))
     recomputed, compiled = options.activation_checkpoint, options.compile
     if recomputed == "budget" and not compiled:
-        raise ValueError(
-            "activation_checkpoint is 'budget', which the compiler keeps, and compile is False; "
-            "use compile=True."
-        )
+        raise ValueError("activation_checkpoint='budget' needs compile=True.")
     check_integers(mlp_tiles=(options.mlp_tiles, 1))
     if options.mlp_tiles > 1 and not any(isinstance(layer, Block) for layer in layers):
         raise ValueError(
             f"mlp_tiles is {options.mlp_tiles} and {type(model).__name__} has no blocks of a "
-            "Transformer, whose feed-forward is divided; leave it out and recompute blocks: "
-            "activation_checkpoint='full'."
+            "Transformer. Recompute whole blocks instead: activation_checkpoint='full'."
         )
     if not layers and (compiled or recomputed != "none" or size_of(mesh, "pp") > 1):
         raise ValueError(
@@ -277,12 +287,12 @@ def _check_options(
 
 def _make_batch_invariant(model: Any, mesh: DeviceMesh, options: Options) -> None:
     """Make a model batch-invariant, in place, unless something else is asked for beside it."""
-    given = {**options.by_name(), **{name: size_of(mesh, name) for name in ("tp", "cp", "pp")}}
     proved = {"compile": [False], "attention": ["auto"], "precision": ["fp32", "bf16"]}
-    proved |= {"head": [None], "tp": [1], "cp": [1], "pp": [1]}
-    for name, values in proved.items():
-        if given[name] not in values:
-            refuse_batch_invariant(f"{name} is {given[name]!r}")
+    given = {name: getattr(options, name) for name in (*proved, "head")}
+    given |= {name: size_of(mesh, name) for name in ("tp", "cp", "pp")}
+    for name, value in given.items():
+        if value not in proved.get(name, [None, 1]):
+            refuse_batch_invariant(f"{name} is {value!r}")
     make_batch_invariant(model)
 
 
@@ -296,15 +306,13 @@ def _check_model(model: nn.Module, layers: list[nn.Module]) -> None:
                 "after it: parameter.grad between accumulate and reduce_totals."
             )
     # Two blocks with one parameter; a whole block that is used twice is one block.
-    owners: dict[nn.Parameter, tuple[int, str]] = {}
+    owners: dict[nn.Parameter, int] = {}
     for index, block in enumerate(layers):
         for name, parameter in block.named_parameters():
-            other, first = owners.setdefault(parameter, (index, name))
-            if other != index:
+            if (other := owners.setdefault(parameter, index)) != index:
                 raise ValueError(
-                    f"blocks {other} and {index} share one parameter ({first!r} and {name!r}), "
-                    "and FSDP would gather it for the first of them only. Call the shared module "
-                    "between the blocks, or use the same whole block twice."
+                    f"blocks {other} and {index} share {name!r}, which FSDP would gather for one "
+                    "of them. Call what they share between blocks, or use a whole block twice."
                 )
 
 
@@ -320,24 +328,10 @@ def _split(model: nn.Module, mesh: DeviceMesh, blocks: str, options: Options) ->
     frozen = [rank for rank, trained in enumerate(exchange(has_trained)) if not trained]
     if trains and frozen:
         raise ValueError(
-            f"the pipeline stages of the ranks {frozen} have nothing to train. Add adapters to "
-            "blocks of every rank (forgekit.add_lora), or use pp=1."
+            f"the pipeline stages of the ranks {frozen} have nothing to train. Add adapters "
+            "(forgekit.add_lora) to blocks of every rank, or use pp=1."
         )
     return stages
-
-
-def _recompute_and_compile(layers: list[nn.Module], options: Options) -> None:
-    for layer in layers:
-        recompute(layer, options.activation_checkpoint)
-    if options.compile:
-        budget = options.memory_budget
-        compile_blocks(layers, options.activation_checkpoint, memory_budget=budget)
-
-
-def _take_heads(roots: list[nn.Module], projection: nn.Linear | None) -> None:
-    if projection is not None:
-        for root in roots:
-            take_head(root, projection)
 
 
 def _is_sharded(mesh: DeviceMesh, options: Options) -> bool:
@@ -348,56 +342,6 @@ def _is_sharded(mesh: DeviceMesh, options: Options) -> bool:
     return mesh.size() > 1 or options.precision != "fp32" or options.cpu_offload
 
 
-def _shard(
-    roots: list[nn.Module],
-    layers: list[nn.Module],
-    experts: list[nn.Module],
-    meshes: tuple[DeviceMesh, DeviceMesh | None],
-    stages: Stages | None,
-    options: Options,
-) -> None:
-    """Wrap what this rank has in FSDP, in place."""
-    (data_ranks, view), precision = meshes, options.precision
-    # A backward in two parts finds a stage's weights only while they are gathered.
-    reshards = options.reshard_after_forward if stages is None else False
-    kept = {"reshard_after_forward": reshards, "cpu_offload": options.cpu_offload}
-    # Inner modules first: an outer one leaves out what is wrapped already.
-    if view is not None:
-        shard_experts(experts, view, precision, **kept)
-    inner = roots[:-1] if stages is None or stages.has_last else roots
-    shard(roots, layers, data_ranks, precision, inner=inner, **kept)
-
-
-def _layout(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    *,
-    precision: Precision,
-    context: Context,
-    kernels: ChosenAttention,
-    styles: Mapping[str, Any],
-    unsharded: Mapping[nn.Module, Mapping[str, Any]],
-    stages: Stages | None,
-) -> Layout:
-    """Describe the layout to the step: sizes of the mesh, kernels, stages and the loss scale."""
-    tensor, has_last = size_of(mesh, "tp"), stages is None or stages.has_last
-    return Layout(
-        **context._asdict(),
-        experts=expert_ranks(mesh)[1],
-        tensor=tensor,
-        sequence=tensor if "sequence" in styles.values() else 1,
-        longest=longest_of(model),
-        attention=kernels.kernels,
-        documents=kernels.documents,
-        owns_loss=has_last and (tensor == 1 or mesh.get_local_rank("tp") == 0),
-        stages=stages,
-        styles=styles,
-        unsharded=unsharded,
-        loss_scale=1.0 if precision == "fp16" else DEFAULT_LOSS_SCALE,
-        dynamic_loss_scale=precision == "fp16",
-    )
-
-
 def _present(modules: list[nn.Module], roots: list[nn.Module]) -> list[nn.Module]:
     """The modules still on this rank after the pipeline split."""
     present = {module for root in roots for module in root.modules()}
@@ -406,15 +350,13 @@ def _present(modules: list[nn.Module], roots: list[nn.Module]) -> list[nn.Module
 
 def _find_blocks(model: nn.Module, name: str | None) -> tuple[str, list[nn.Module]]:
     """The list of repeated layers; by default ``layers``, of transformers' models in their body."""
-    in_body = f"{getattr(model, 'base_model_prefix', None) or '.'}.layers"
-    default = in_body if any(path == in_body for path, _ in model.named_modules()) else "layers"
-    layers = model
-    for part in (name or default).split("."):
-        layers = getattr(layers, part, None)
+    in_body = f"{getattr(model, 'base_model_prefix', '')}.layers"
+    path = name or (in_body if in_body in dict(model.named_modules()) else "layers")
+    layers: Any = reduce(lambda module, part: getattr(module, part, None), path.split("."), model)
     if isinstance(layers, nn.ModuleList | nn.Sequential):
-        return name or default, list(dict.fromkeys(layers))  # one that is used twice stands once
+        return path, list(dict.fromkeys(layers))  # one that is used twice stands once
     if name is None:
-        return default, []
+        return path, []
     raise ValueError(
         f"blocks={name!r} is no list of layers of {type(model).__name__}; {_lists(model)}"
     )

@@ -102,7 +102,7 @@ def test_the_others_go_on_without_a_lost_agent_and_with_a_new_one(agents, tmp_pa
 
 REFUSED = {
     "a key that is none": ({"model__dmi": 8}, VARIABLES, "the configuration was refused"),
-    "a layout": ({"mesh__tp": 2}, VARIABLES, "error: tp 2: 1 rank is not divisible by 2"),
+    "a layout": ({"mesh__tp": 2}, VARIABLES, "error: tp 2 = 2 does not divide 1 rank"),
     "a store of dead ranks": ({}, {}, "error: torchrun restarts workers here (--max-restarts=100)"),
 }
 

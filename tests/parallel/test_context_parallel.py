@@ -259,7 +259,7 @@ def refuse(rank: int, world: int) -> None:
     """Each of these on one rank alone: nothing may be sent before it is refused."""
     for context, method, heads_of_rank, message in [
         (9, "both", 8, r"cp 9 needs ulysses to be one of \[3\] and to divide the 8"),
-        (4, "ulysses", 6, r"6 query heads .* by ulysses = 4, .* one of \[1, 2, 3, 6\]"),
+        (4, "ulysses", 6, r"6 query heads .* by ulysses = 4\. Use one of \[1, 2, 3, 6\]"),
     ]:
         with pytest.raises(ValueError, match=message):
             split_context(context, method, heads_of_rank)
@@ -275,11 +275,11 @@ def refuse(rank: int, world: int) -> None:
         return
     q, k = torch.zeros(1, 4, 2, 4), torch.zeros(1, 4, 1, 4)
     for model in (ring_model, ulysses_model):
-        with pytest.raises(ValueError, match=r"k a divisor of h"):
+        with pytest.raises(ValueError, match="k must divide h"):
             model.attend(q, k.expand(1, 4, 3, 4), k.expand(1, 4, 3, 4))
-        with pytest.raises(ValueError, match=r"doc_ids has shape \(1, 8\); .* here \(1, 4\): this"):
+        with pytest.raises(ValueError, match=r"doc_ids is \(1, 8\); .*, \(1, 4\)\."):
             model.attend(q, k, k, doc_ids=torch.zeros(1, 8))
-    with pytest.raises(ValueError, match=r"holds 3 positions; .* Take sequences whose length 2"):
+    with pytest.raises(ValueError, match="holds 3 positions, an odd number"):
         ring_model.attend(q[:, :3], k[:, :3], k[:, :3])
     with pytest.raises(ValueError, match=r"1 query heads"):
         ulysses_model.attend(q[:, :, :1], k, k)

@@ -129,9 +129,9 @@ REFUSED = {
     '.fast.; it is one of "auto", "flash", "varlen", "fl': (Foreign, {"attention": "fast"}),
     "no module of Foreign has an 'attend' socke": (Foreign, {"attention": "sdpa"}),
     "8 divides, not of 4. For": (transformer, FLASH),
-    "and compile is False; use compile": (Foreign, {"activation_checkpoint": "budget"}),
+    "='budget' needs compile=True": (Foreign, {"activation_checkpoint": "budget"}),
     r"^the buffers \['table'\] are on meta .*Build the model on the CP": (_WithBuffer, {}),
-    "blocks (1 and 0|0 and 1) share .*same whole": (_with_a_shared_part, BODY),
+    "blocks (1 and 0|0 and 1) share .*a whole": (_with_a_shared_part, BODY),
 }
 
 

@@ -118,7 +118,7 @@ def test_parameters_of_no_single_stage_are_refused():
             _modules(model, "net.body")
     model = _Nested()
     model.net.body[1] = model.net.body[0]
-    with pytest.raises(ValueError, match=r"net\.body\.0\.weight and .* are one tensor, .* pp=1"):
+    with pytest.raises(ValueError, match=r"net\.body\.0\.weight and .* are one tensor or .* pp=1"):
         _modules(model, "net.body")
 
 

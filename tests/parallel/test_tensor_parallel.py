@@ -268,7 +268,7 @@ REFUSED: list[tuple[Any, Any, str]] = [
     (Foreign, {"last": "columns"}, "'columns'; it is one of 'colwise', .*ParallelStyle of torch"),
     (Parts, {"bounded": "embedding"}, "style 'embedding' is for an nn.Embedding without max_n"),
     (with_bias_of_experts, None, "style 'routed' is for .* experts that say all of their wid"),
-    (Parts, {"computed": "rowwise"}, "'computed' computes its weight .* 'rowwise' has none to"),
+    (Parts, {"computed": "rowwise"}, "'computed' computes its weight .* 'rowwise' cannot"),
     (Foreign, {**MATRICES, "last": "sequence"}, r"gives \['body.0', 'body.0.norm', .*\] no style"),
 ]
 
@@ -280,7 +280,7 @@ def test_plans_that_do_not_fit_are_refused(build, plan, message):
 
 
 def _refused(rank, world):
-    message = r"^'embed.weight' and 'head.weight' are one parameter and the plan shards them diff"
+    message = r"^'embed.weight' and 'head.weight' are one parameter, which the plan shards"
     with pytest.raises(ValueError, match=message):
         sharded(Foreign(), world, {"embed": "embedding"})
     model = sharded(transformer(), world)

@@ -95,7 +95,7 @@ def choose_attention(
     if attention != "auto" and not any(m.attend is attend_causal for m in attending):
         raise ValueError(
             f"attention is {attention!r}, and no module of {type(model).__name__} has an 'attend' "
-            "socket that forgekit.model.attend_causal is in. Pass attention='auto'."
+            "socket with forgekit.model.attend_causal. Pass attention='auto'."
         )
     floating = (p.dtype for p in model.parameters() if p.is_floating_point())
     dtype = compute or next(floating, torch.float32)
@@ -151,9 +151,8 @@ def apply_context(
         return Context(1, 1, 0, {})
     if not attending:
         raise ValueError(
-            f"no module of {type(model).__name__} has an 'attend' socket for cp {context}. Let "
-            "attention call self.attend(q, k, v, doc_ids=doc_ids), at first "
-            "forgekit.model.attend_causal, or leave cp at 1."
+            f"no module of {type(model).__name__} has an 'attend' socket for cp {context}. Set "
+            "self.attend = forgekit.model.attend_causal and call it, or use cp=1."
         )
     # The common divisor if modules differ.
     heads = math.gcd(*(_local_heads(m, size_of(mesh, "tp")) for m in attending.values()))

@@ -100,13 +100,11 @@ def check_slice(q: Tensor, k: Tensor, doc_ids: Tensor | None) -> None:
     """Raise for inputs that would crash a kernel, or document ids not of this rank's slice."""
     if q.shape[2] % k.shape[2]:
         raise ValueError(
-            f"q {tuple(q.shape)} and k {tuple(k.shape)} must be [b s h c] and [b s k c] with k a "
-            "divisor of h."
+            f"k {tuple(k.shape)} is [b s k c] and q {tuple(q.shape)} [b s h c]; k must divide h."
         )
     if doc_ids is not None and doc_ids.shape != q.shape[:2]:
         raise ValueError(
-            f"doc_ids has shape {tuple(doc_ids.shape)}; it must be [b s], here "
-            f"{tuple(q.shape[:2])}: this rank's slice, as forgekit.shard_sequence splits it."
+            f"doc_ids is {tuple(doc_ids.shape)}; this rank's slice is [b s], {tuple(q.shape[:2])}."
         )
 
 
@@ -221,9 +219,8 @@ def check_heads(heads: int, ulysses: int) -> None:
     """
     if heads % ulysses:
         raise ValueError(
-            f"{heads} query heads (a tensor-parallel rank's) must be divisible by ulysses = "
-            f"{ulysses}, the ranks that share them; use one of {divisors(heads)} ranks (with "
-            f"{ulysses}, {nearest_multiples(heads, ulysses)} heads), or a ring."
+            f"{heads} query heads of a rank are not divisible by ulysses = {ulysses}. Use one of "
+            f"{divisors(heads)} ranks ({nearest_multiples(heads, ulysses)} heads), or a ring."
         )
 
 

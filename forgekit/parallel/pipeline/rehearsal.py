@@ -147,8 +147,8 @@ def _watched(stage: Stage, forms: dict[str, Any]) -> Iterator[None]:
         now = _contents((args, keywords))
         if len(now) != len(tensors) or any(a is not b for a, b in zip(now, tensors, strict=True)):
             raise ValueError(
-                f"{name} puts a tensor into a list, a dictionary or an object that it is given, or "
-                f"takes one out, which no other pipeline stage would see. {RETURN_IT}"
+                f"{name} adds or removes a tensor in a list, a dictionary or an object that it is "
+                f"given, which no other pipeline stage would see. {RETURN_IT}"
             )
         if versions != [tensor._version for tensor in tensors]:
             raise ValueError(
@@ -206,9 +206,8 @@ def _restored(module: nn.Module, shared: Collection[nn.Module]) -> Iterator[None
             changed = [n for n, (b, was) in buffers.items() if not _same(each._buffers[n], was)]
             if changed:
                 raise ValueError(
-                    f"forward changes the buffer {changed[0]!r} of {type(each).__name__}, "
-                    "which each pipeline stage has and would change on its own. Move it into a "
-                    "block, or use pp=1."
+                    f"forward changes the buffer {changed[0]!r} of {type(each).__name__}, which "
+                    "each pipeline stage has for itself. Move it into a block, or use pp=1."
                 )
     finally:
         with torch.no_grad():

@@ -254,7 +254,6 @@ def _check_tied(model: nn.Module, parts: list[_Part]) -> None:
         shared = ["embedding.weight", "output.weight"]
     if shared:
         raise ValueError(
-            f"{' and '.join(shared)} are one tensor, or of a module that several parts share, "
-            "which pipeline stages would each train on their own. Give each its own "
-            "(TransformerSpec(tied=False)), or use pp=1."
+            f"{' and '.join(shared)} are one tensor or module, of which each pipeline stage would "
+            "train its own. Do not share them (TransformerSpec(tied=False)), or use pp=1."
         )

@@ -147,10 +147,9 @@ class Stage:
             raise _Reached
         if run.has_arrived or name not in run.forms.by_part:
             raise ValueError(
-                f"{name}, which pipeline stage {self._holders[name]} holds, is called in stage "
-                f"{self.number} out of turn: stages run one after the other, each block once. What "
-                "is registered before the list of blocks belongs to the first, what follows it to "
-                "the last. Move it into the blocks, or use pp=1."
+                f"{name} of pipeline stage {self._holders[name]} is called in stage {self.number} "
+                "out of turn: what is registered before the blocks runs in the first stage, what "
+                "follows them in the last. Move it into the blocks, or use pp=1."
             )
         form = run.forms.at(name, run.shape)
         if name != self._arrival:
@@ -191,8 +190,8 @@ class Stage:
         else:
             if not self.is_last:
                 raise ValueError(
-                    f"the model's forward ended in pipeline stage {self.number} without a call of "
-                    "a later stage's part. Call each block of the model's own list in order."
+                    f"the model's forward ended in pipeline stage {self.number} without calling a "
+                    "later stage. Call each block of the model's own list in order."
                 )
         if self.number and not run.has_arrived:
             raise ValueError(_dropped(self.number, self._arrival, "receives"))
@@ -203,8 +202,8 @@ class Stage:
             raise ValueError(_dropped(self.number, self._departure, "sends"))
         if run.versions != [tensor._version for tensor in tensors_of(run.sent)]:
             raise ValueError(
-                f"what {self._departure} returned is changed in place before the next block, which "
-                "the next pipeline stage would do once more. Write x = x + y, or use pp=1."
+                f"what {self._departure} returned is changed in place before the next block, and "
+                "would be again in the next pipeline stage. Write x = x + y, or use pp=1."
             )
         return run.sent
 

@@ -152,10 +152,7 @@ class Stages:
             ValueError: On every rank, with what each of them has.
         """
         if self._is_broken:
-            raise RuntimeError(
-                "an exception broke off an earlier schedule of this pipeline, and what was on its "
-                "way would arrive in this step. Start all ranks again from the last checkpoint."
-            )
+            raise RuntimeError("an exception broke off an earlier schedule. Restart all ranks.")
         group = self._group if is_alone else None
         # Each pipeline's largest and smallest digest, which are equal if all are.
         digests = torch.full((dist.get_world_size() // self._ranks, 2), -(2**62), device=self._wire)
@@ -284,8 +281,7 @@ class Stages:
         if stand_in is None and (due := self._forms.at(block, shape)) != form_of(out):
             raise ValueError(
                 f"{block} in stage {stage} returned {form_of(out)} for a micro-batch of "
-                f"{tuple(shape)}; the next stage awaits {due}, as in the first one: [rows "
-                "positions ...] of one dtype."
+                f"{tuple(shape)}; the next stage awaits {due}, as in the first micro-batch."
             )
         return tuple(tensor.contiguous() for tensor in tensors_of(out))  # else it cannot be sent
 

@@ -88,9 +88,8 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
     ]
     if unnamed and "sequence" in styles.values():
         raise ValueError(
-            f"the plan shards positions ('sequence') and gives {unnamed} no style, so gradients "
-            "would stay unsummed. Give each one: 'sequence' for norms, 'heads' for norms of heads, "
-            "'replicate' for what sees all positions."
+            f"the plan shards positions ('sequence') and gives {unnamed} no style. Use 'sequence' "
+            "for norms, 'heads' for norms of heads, 'replicate' for what sees all positions."
         )
     takers = [
         name
@@ -128,8 +127,8 @@ def model_plan(model: nn.Module, size: int) -> Plan | None:
     odd = [f"{name}: {style}" for name, style in plan.items() if style not in TRANSFORMERS_STYLES]
     if odd:
         raise ValueError(
-            f"the plan of {type(model).__name__} has {odd[0]!r}, a style that is not known here. "
-            "Pass plan=, or set tp to 1."
+            f"the plan of {type(model).__name__} has {odd[0]!r}, an unknown style. Pass plan=, or "
+            "set tp to 1."
         )
     names = {module: name for name, module in model.named_modules()}
     base = names.get(getattr(model, "base_model", model))
@@ -158,15 +157,14 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
     weight = module._parameters.get("weight")
     if style != "replicate" and weight is not None and is_packed(weight):
         raise ValueError(
-            f'{name!r} is packed (add_lora(base="nf4")), which FSDP alone can shard, not style '
-            f"{style!r}. Use tp=1, or leave base out."
+            f'{name!r} is packed (add_lora(base="nf4")), which FSDP alone can shard. Use tp=1, or '
+            "leave base out."
         )
     shards = str(style).startswith(("colwise", "rowwise", "embedding"))
     if shards and "weight" not in module._parameters:
         raise ValueError(
-            f"{name!r} computes its weight (weight norm, a parametrization), so style {style!r} "
-            "has none to shard, and each rank would add up the whole product. Bake it in "
-            "(torch.nn.utils.parametrize.remove_parametrizations), or use tp=1."
+            f"{name!r} computes its weight (a parametrization); style {style!r} cannot shard it. "
+            "Call torch.nn.utils.parametrize.remove_parametrizations first, or use tp=1."
         )
 
 

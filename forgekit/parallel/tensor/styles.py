@@ -8,7 +8,6 @@ same everywhere, its own rows or columns, or parts of a sum.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -69,72 +68,18 @@ class StyleRecord(NamedTuple):
     sharded: Callable[[Any], Mapping[str, int | None]] = lambda _: {}
 
 
-def _apply_alike(module: nn.Module, region: Region) -> None:
-    """Replicate: every rank computes the same, on plain activations."""
-    _distribute(module, region, EVERYWHERE)
-    # Parameters that it uses itself instead of calling a child.
-    takes_all = isinstance(module, nn.MultiheadAttention)
-    taken = (m for m in module.children() if takes_all or isinstance(m, PARAMETER_LISTS))
-    wrap_forward(module, partial(_alike, [module, *taken]))
-
-
-def _apply_colwise(module: nn.Linear, region: Region) -> None:
-    """Shard a projection by outputs: all channels in, this rank's out."""
-    _distribute(module, region, Shard(0))
-    wrap_forward(module, partial(_project_out, module, region))
-
-
-def _apply_gathered(module: nn.Linear, region: Region) -> None:
-    """Shard a projection by outputs: all channels in, all out."""
-    _distribute(module, region, Shard(0))
-    wrap_forward(module, partial(_project_whole, module, region))
+def _apply(placement: Placement, run: Callable[..., Any], module: Any, region: Region) -> None:
+    """Distribute a module's parameters and let ``run`` call its forward, in place."""
+    _distribute(module, region, placement)
+    wrap_forward(module, partial(run, module, region))
 
 
 def _apply_rowwise(project: Forward, module: nn.Linear, region: Region) -> None:
     """Shard a projection by inputs: this rank's channels, or all, in; sums over ranks out."""
-    bias = module.bias
-    # The bias is added once, to the sum; so it is not sharded.
-    module.bias = None  # pyright: ignore[reportAttributeAccessIssue]
-    _distribute(module, region, Shard(1))
-    module.bias = _shard(bias, region, EVERYWHERE) if bias is not None else bias
     if isinstance(module, LoraLinear):
         module.add_up = partial(_sum_parts, region.mesh)
         module.drop = partial(_drop_channels, region)
-    wrap_forward(module, partial(project, module, region))
-
-
-def _apply_embedding(module: nn.Embedding, region: Region) -> None:
-    """Shard an embedding by vocabulary rows.
-
-    Not ``RowwiseParallel``: its backward builds the gradient of all rows on every rank, and it
-    looks for ``padding_idx`` among this rank's rows.
-    """
-    _distribute(module, region, Shard(0))
-    wrap_forward(module, partial(_embed, module, region))
-
-
-def _apply_sequence(module: nn.Module, region: Region) -> None:
-    """Apply a norm or dropout to this rank's positions.
-
-    A norm returns those of all ranks: what follows (queries, keys and values) shares the one
-    gathered DTensor, and in backward the one reduce-scatter of their summed gradients. For dropout
-    every rank draws the whole mask from the same generator and keeps its slice: a mask of the
-    slice's size would repeat over the slices.
-    """
-    if isinstance(module, nn.Dropout):
-        wrap_forward(module, partial(_drop, module, region))
-        return
-    _distribute(module, region, EVERYWHERE)
-    wrap_forward(module, partial(_gathered, module, region))
-
-
-def _apply_part(placement: Placement, module: nn.Module, region: Region) -> None:
-    """Apply a module to this rank's channels or heads, which it treats independently.
-
-    Its parameters are sharded like what they multiply, or whole with the sum of ranks' gradients.
-    """
-    _distribute(module, region, placement)
-    wrap_forward(module, partial(with_local_parameters, [module], None))
+    _apply(Shard(1), project, module, region)
 
 
 def _apply_routed(module: Any, region: Region) -> None:
@@ -145,22 +90,12 @@ def _apply_routed(module: Any, region: Region) -> None:
     """
     # All ranks route alike; each has the part of the gradient of its widths.
     router, experts = module.router, module.experts
-    _distribute(router, region, EVERYWHERE)
-    wrap_forward(router, partial(_choose_alike, router, region))
+    _apply(EVERYWHERE, _choose_alike, router, region)
     for leaf, dim in experts.widths.items():
         placed = EVERYWHERE if dim is None else Shard(dim)
         experts.register_parameter(leaf, _shard(experts.get_parameter(leaf), region, placed))
     wrap_forward(experts, partial(with_local_parameters, [experts], None))
     module.reduce = partial(_add_up, region)
-
-
-def _apply_grouped(module: Any, region: Region) -> None:
-    """Compute some experts of a transformers module on each rank; sums out.
-
-    While it computes, the module counts this rank's experts, and passes over pairs beyond them.
-    """
-    _distribute(module, region, Shard(0))
-    wrap_forward(module, partial(_compute_some, module, region))
 
 
 def take_whole(x: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -186,8 +121,13 @@ def _distribute(module: nn.Module, region: Region, placement: Placement) -> None
 
 
 def _is_whole(leaf: str, placement: Placement) -> bool:
-    """Whether an adapter's factor is replicated beside a sharded weight."""
-    return isinstance(placement, Shard) and leaf in WHOLE_FACTORS[placement.dim]
+    """Whether a parameter is replicated beside a sharded weight: some factors of adapters.
+
+    And the bias of a matrix that is sharded by inputs, which is added once, to the sum.
+    """
+    if not isinstance(placement, Shard):
+        return False
+    return leaf in WHOLE_FACTORS[placement.dim] or (leaf, placement.dim) == ("bias", 1)
 
 
 def _gradient(placement: Placement, leaf: str) -> Placement:
@@ -200,27 +140,22 @@ def _shard(parameter: nn.Parameter, region: Region, placement: Placement) -> nn.
     return nn.Parameter(sharded, parameter.requires_grad)
 
 
-def _alike(modules: list[nn.Module], forward: Forward, *args: Any, **kwargs: Any) -> Any:
+def _alike(module: nn.Module, _: Region, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Compute the same on every rank, on plain activations."""
+    # With parameters that it uses itself instead of calling a child.
+    takes_all = isinstance(module, nn.MultiheadAttention)
+    taken = (m for m in module.children() if takes_all or isinstance(m, PARAMETER_LISTS))
     kwargs = {name: full(value) for name, value in kwargs.items()}
-    try:
-        return with_local_parameters(modules, Replicate(), forward, *map(full, args), **kwargs)
-    except RuntimeError as error:
-        if sizes := re.search(r"tensor a \((\d+)\) must match .* tensor b \((\d+)\)", str(error)):
-            _check_held(modules, *sorted(map(int, sizes.groups())))
-        raise
+    given = map(full, args)
+    return with_local_parameters([module, *taken], Replicate(), forward, *given, **kwargs)
 
 
-def _check_held(modules: list[nn.Module], part: int, whole: int) -> None:
-    """Raise if a shard would meet a whole parameter that a module holds directly."""
-    for module in modules:
-        for name, parameter in module.named_parameters(recurse=False):
-            if whole in parameter.shape and whole % part == 0:
-                kind = type(module).__name__.removeprefix("FSDP")
-                raise ValueError(
-                    f"{name!r} {[*parameter.shape]} of {kind} was to meet what tensor-parallel "
-                    f"ranks share: this rank has {part} of {whole}. Move it into a module of its "
-                    'own, whose forward applies it, and give that the style "channels" in plan=.'
-                )
+def _compute_part(module: nn.Module, _: Region, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Apply a module to this rank's channels or heads, which it treats independently.
+
+    Its parameters are sharded like what they multiply, or whole with the sum of ranks' gradients.
+    """
+    return with_local_parameters([module], None, forward, *args, **kwargs)
 
 
 def _project_out(module: nn.Linear, region: Region, forward: Forward, x: Tensor) -> Tensor:
@@ -272,8 +207,11 @@ def _choose_alike(
 def _compute_some(
     module: Any, region: Region, forward: Forward, x: Tensor, expert_ids: Tensor, weights: Tensor
 ) -> Tensor:
-    """``[n d]`` -> ``[n d]``; another rank's experts have the number ``count``, and weight 0."""
-    # Experts of transformers skip the number `num_experts` if they are marked as parallel.
+    """``[n d]`` -> ``[n d]``: of experts of transformers some on each rank; sums out.
+
+    Another rank's experts have the number ``count``, and weight 0.
+    """
+    # They skip the number `num_experts` if they are marked as parallel.
     before = module.num_experts, module._is_expert_parallel
     mesh = region.mesh
     count = module.num_experts // mesh.size()
@@ -295,18 +233,19 @@ def _add_up(region: Region, compute: Forward, x: Tensor) -> Tensor:
     return _sum_parts(region.mesh, compute(take_whole(x, region.mesh)), region.stream)
 
 
-def _gathered(module: nn.Module, region: Region, forward: Forward, x: Tensor) -> DTensor:
-    """``[b s/tp d]`` -> ``[b s d]``."""
+def _compute_slice(module: nn.Module, region: Region, forward: Forward, x: Tensor) -> Tensor:
+    """``[b s/tp d]`` -> ``[b s d]`` of a norm, ``[b s/tp d]`` of dropout.
+
+    What follows a norm (queries, keys and values) shares the one gathered DTensor, and in backward
+    the one reduce-scatter of their summed gradients. For dropout every rank draws the whole mask
+    from the same generator and keeps its slice: a mask of the slice's size would repeat over the
+    slices.
+    """
+    if isinstance(module, nn.Dropout):
+        is_off = not module.training or module.p == 0
+        return x if is_off else x * _mask_here(region, x, forward)
     out = with_local_parameters([module], Partial(), forward, x)
-    # One DTensor for all users, so that gradients are summed before they are scattered.
     return _shards(out, region, POSITIONS).redistribute(placements=(Replicate(),))
-
-
-def _drop(module: nn.Dropout, region: Region, forward: Forward, x: Tensor) -> Tensor:
-    """``[b s/tp d]`` -> ``[b s/tp d]``."""
-    if not module.training or module.p == 0:
-        return x
-    return x * _mask_here(region, x, forward)
 
 
 def _drop_channels(region: Region, x: Tensor, p: float) -> Tensor:
@@ -333,7 +272,11 @@ def _sum_parts(mesh: DeviceMesh, parts: Tensor, output: Placement = EVERYWHERE) 
 
 
 def _embed(module: nn.Embedding, region: Region, forward: Forward, ids: Tensor) -> Tensor:
-    """``[b s]`` -> ``[b s d]``, or this rank's positions of it."""
+    """``[b s]`` -> ``[b s d]``, or this rank's positions of it.
+
+    Not ``RowwiseParallel``: its backward builds the gradient of all rows on every rank, and it
+    looks for ``padding_idx`` among this rank's rows.
+    """
     mesh, output = region.mesh, region.stream
     if output == POSITIONS and ids.shape[1] % mesh.size():  # else a gather would hang
         raise ValueError(
@@ -358,10 +301,6 @@ def _embed(module: nn.Embedding, region: Region, forward: Forward, ids: Tensor) 
     return _sum_parts(mesh, torch.where(is_here[..., None], x, 0.0), output)
 
 
-def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
-
-
 def _is_norm(module: nn.Module) -> bool:
     """Whether a module treats positions independently, judging by its parameters."""
     is_leaf = next(module.children(), None) is None
@@ -373,7 +312,7 @@ def _is_plain(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and not any(getattr(module, name) for name in odd)
 
 
-def _has_positions_alone(module: nn.Module) -> bool:
+def _is_of_positions(module: nn.Module) -> bool:
     return isinstance(module, nn.Dropout) or _is_norm(module)
 
 
@@ -411,6 +350,7 @@ def _widths(module: Any) -> dict[str, int | None]:
 
 # What styles are for, as an error says it.
 PLAIN_EMBEDDINGS = "an nn.Embedding without max_norm, sparse and scale_grad_by_freq"
+SLICES = "norms and nn.Dropout"
 PARTS = "norms of a head's channels and activations with one weight"
 FACTORS = "modules of parameters [channels ...] that are no norms"
 LAYERS = "layers with a router, a `reduce` socket, and experts that say all of their widths"
@@ -422,22 +362,20 @@ ROUTED = "routed"
 GROUPED = "grouped"
 """Style of experts of transformers, ``[e ...]``: each rank has some of them."""
 
+_LINEAR = partial(StyleRecord, "nn.Linear", lambda module: isinstance(module, nn.Linear))
+_ROWS, _WHOLE = (partial(_apply, placement) for placement in (Shard(0), EVERYWHERE))
 STYLES: Mapping[str, StyleRecord] = MappingProxyType(
     {
-        "colwise": StyleRecord("nn.Linear", _is_linear, _apply_colwise, _weight_rows),
-        "colwise_gathered": StyleRecord("nn.Linear", _is_linear, _apply_gathered, _weight_rows),
-        "rowwise": StyleRecord(
-            "nn.Linear", _is_linear, partial(_apply_rowwise, _project_in), _weight_columns
-        ),
-        "rowwise_split": StyleRecord(
-            "nn.Linear", _is_linear, partial(_apply_rowwise, _project_split), _weight_columns
-        ),
-        "embedding": StyleRecord(PLAIN_EMBEDDINGS, _is_plain, _apply_embedding, _weight_rows),
-        "sequence": StyleRecord("norms and nn.Dropout", _has_positions_alone, _apply_sequence),
-        "heads": StyleRecord(PARTS, _is_norm, partial(_apply_part, EVERYWHERE)),
-        "channels": StyleRecord(FACTORS, _is_factor, partial(_apply_part, Shard(0)), _rows),
-        "replicate": StyleRecord("any module", lambda _: True, _apply_alike),
+        "colwise": _LINEAR(partial(_ROWS, _project_out), _weight_rows),
+        "colwise_gathered": _LINEAR(partial(_ROWS, _project_whole), _weight_rows),
+        "rowwise": _LINEAR(partial(_apply_rowwise, _project_in), _weight_columns),
+        "rowwise_split": _LINEAR(partial(_apply_rowwise, _project_split), _weight_columns),
+        "embedding": StyleRecord(PLAIN_EMBEDDINGS, _is_plain, partial(_ROWS, _embed), _weight_rows),
+        "sequence": StyleRecord(SLICES, _is_of_positions, partial(_WHOLE, _compute_slice)),
+        "heads": StyleRecord(PARTS, _is_norm, partial(_WHOLE, _compute_part)),
+        "channels": StyleRecord(FACTORS, _is_factor, partial(_ROWS, _compute_part), _rows),
+        "replicate": StyleRecord("any module", lambda _: True, partial(_WHOLE, _alike)),
         ROUTED: StyleRecord(LAYERS, _is_routed, _apply_routed, _widths),
-        GROUPED: StyleRecord(EXPERTS, _are_grouped, _apply_grouped, _rows),
+        GROUPED: StyleRecord(EXPERTS, _are_grouped, partial(_ROWS, _compute_some), _rows),
     }
 )

@@ -145,9 +145,8 @@ def share_again(model: nn.Module, names: list[str]) -> None:
     for name, other in zip(names[1:], others, strict=True):
         if isinstance(first, DTensor) and first.placements != other.placements:
             raise ValueError(
-                f"{names[0]!r} and {name!r} are one parameter and the plan shards them "
-                f"differently ({first.placements[0]!r}, {other.placements[0]!r}). Give both one "
-                "that shards alike, as 'embedding' and 'colwise' do."
+                f"{names[0]!r} and {name!r} are one parameter, which the plan shards in two ways. "
+                "Use styles that shard alike, such as 'embedding' and 'colwise'."
             )
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path).register_parameter(leaf, model.get_parameter(names[0]))
