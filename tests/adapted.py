@@ -111,7 +111,11 @@ EXPERT_SCALES |= {"experts.gate": 4.0, "experts.up": 4.0}
 
 def adapted_weights(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The base's parameters with adapters added, by name in the base."""
-    scales = EXPERT_SCALES if ADAPTED[kind][0].moe else DENSE_SCALES
+    return add_products(tensors, EXPERT_SCALES if ADAPTED[kind][0].moe else DENSE_SCALES)
+
+
+def add_products(tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
+    """Parameters with the product of each pair of factors added, times its scale."""
     weights = {name: tensor for name, tensor in tensors.items() if "lora_" not in name}
     for name in [name for name in tensors if name.endswith("lora_A")]:
         matrix = name.removesuffix("lora_A")

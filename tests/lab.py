@@ -102,25 +102,6 @@ def reference_gradients(
     return gradients, torch.tensor(loss, dtype=torch.float64)
 
 
-def reference_training(
-    build: Callable[[nn.Module], torch.optim.Optimizer],
-    world: int,
-    steps: int,
-    schedule: Callable[[int], float],
-    max_norm: float,
-) -> dict[str, Tensor]:
-    """Parameters after some steps of plain torch on the global batch, in float64."""
-    model = fk.Transformer(SPEC).double()
-    optimizer = build(model)
-    for step in range(steps):
-        reference_gradients(model, global_batch(world, seed=step))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        for group in optimizer.param_groups:
-            group["lr"] = schedule(step)
-        optimizer.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
-
-
 def plain_attention(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor | None = None) -> Tensor:
     """Causal softmax inside each document of ``[b s]``, by the formula; all are ``[b s h c]``."""
     k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
@@ -159,13 +140,9 @@ def build_state(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> fk.TrainState:
-    """A state in a layout; one process without a mesh if ``world`` is 1."""
-    model: nn.Module = fk.Transformer(SPEC).to(dtype)
-    mesh = None
-    if world > 1:
-        mesh = fk.build_mesh(fk.MeshSpec(**layout), device="cpu")
-        model = fk.parallelize(model, mesh, **options)
-    return fk.TrainState.create(model, build(model), mesh=mesh)
+    """A state of a small transformer in a layout, of one process if ``world`` is 1."""
+    model = fk.Transformer(SPEC).to(dtype)
+    return lay_out(model, layout, build, **options) if world > 1 else alone(model, build)
 
 
 def lay_out(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from adapted import batches_of, move
+from adapted import add_products, batches_of, move
 from lab import reference_gradients, torch_loss
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -60,27 +60,13 @@ def unpacked_base(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     }
 
 
-def adapted_weights(base: dict[str, Tensor], factors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The base with adapters added, differentiable."""
-    weights = dict(base)
-    for name in [name for name in factors if name.endswith("lora_A")]:
-        matrix = name.removesuffix(".lora_A")
-        scale = SCALES[matrix.rpartition(".")[2]]
-        total = base[f"{matrix}.weight"] + scale * factors[f"{matrix}.lora_B"] @ factors[name]
-        lengths = factors.get(f"{matrix}.lora_magnitude_vector")
-        if lengths is not None:
-            total = total * (lengths / total.detach().norm(dim=1))[:, None]
-        weights[f"{matrix}.weight"] = total
-    return weights
-
-
 def reference(ranks: int) -> dict[str, Tensor]:
     """Gradients of the token-mean loss by name of the factor, float64, one process."""
     plain, base = fk.Transformer(SPEC, seed=0).double(), unpacked_base()
 
     def summed_loss(model: nn.Module, batch: Any) -> fk.Loss:
-        factors: dict[str, Tensor] = dict(model.named_parameters())
-        weights = adapted_weights(base, factors)
+        factors = {n: p for n, p in model.named_parameters() if "lora_" in n}
+        weights = add_products(base | factors, SCALES)
         return torch_loss(lambda ids: functional_call(plain, weights, (ids,)), batch)
 
     return reference_gradients(move(build()), batches_of(ranks), summed_loss)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gpu
+import pytest
 from device.pretend import NAME
 from pool import run_ranks
 
@@ -17,6 +18,7 @@ def measure(_rank, _world):
     return rows
 
 
+@pytest.mark.oracle
 def test_every_part_runs_and_gives_verdicts():
     """Kernels, memory and the waits of CUDA are not on this device, and the table says so."""
     (rows,) = run_ranks(measure, 1, setup="device.pretend:install", timeout_s=120)

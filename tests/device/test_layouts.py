@@ -31,13 +31,10 @@ def cell(layout, micros, recompute, loss="head", targets="ragged"):
     return Cell(layout, micros, targets, True, recompute, loss, "fp64", steps=2)
 
 
-CHOSEN = [
-    (cell("tp2", 1, "none"), None),
+CHOSEN = [(cell("tp2", 1, "none"), None), (cell("cp2-ring", 2, "selective"), KERNELS)]
+LARGE = [
     (cell("pp2-zbv", 3, "none"), None),
     (cell("ep2", 2, "selective"), None),
-    (cell("cp2-ring", 2, "selective"), KERNELS),
-]
-LARGE = [
     (cell("cp4-both", 2, "none"), KERNELS),
     (cell("tp2", 1, "full"), KERNELS),
     (cell("cp2-ulysses", 2, "none"), KERNELS),

@@ -185,38 +185,3 @@ def evaluate_and_generate(_rank, _world):
 
 def test_evaluation_and_generation():
     run_ranks(evaluate_and_generate, 1, group=False, setup=SETUP)
-
-
-def log_rows(_rank, _world, out, device):
-    """Six steps, the fifth of them bad, and an evaluation after the fourth."""
-    batches, state = list(loader()), new_state(device)
-    step = fk.make_step(head, schedule=SCHEDULE, max_norm=0.5)
-    waited = []
-    with fk.MetricsLog(out, every=2) as log, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.accelerator, "synchronize", lambda *_: waited.append(True))
-        for index in range(6):
-            batch = batches[index].clone()
-            batch["labels"][:, 0 if index == 4 else index + 3 :] = -100
-            with watching() as ledger:
-                state, metrics = step(state, [batch])
-                row = log(state, metrics)
-            assert (row is None) == bool(state.step % 2)
-            assert len(ledger.waits) == (device == NAME and row is not None), ledger.waits
-            if index == 3:
-                with log.outside(state.targets.device):  # steps that are queued still take a while
-                    assert device == "cpu" or waited.pop()
-                    log.event(state, {"eval/here/loss": 1.0 + index})
-    return fk.metrics.read_metrics(out / "metrics.jsonl")
-
-
-def test_rows_are_those_of_the_cpu(tmp_path):
-    (expected,) = run_ranks(log_rows, 1, tmp_path / "cpu", "cpu", group=False)
-    (found,) = run_ranks(log_rows, 1, tmp_path / NAME, NAME, group=False, setup=SETUP)
-    assert [row["train/skipped"] for row in found] == [0, 0, 1]
-    for row, other in zip(found, expected, strict=True):
-        assert row.keys() - other.keys() == {"memory/activations_gib"}
-        for name, value in other.items():
-            if name.startswith(("perf/", "memory/peak")):
-                assert (row[name] > 0) == (value > 0), name
-            else:
-                assert row[name] == (value and pytest.approx(value, rel=1e-12)), name

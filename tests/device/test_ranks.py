@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from device.pretend import NAME, PEAK, watching
@@ -109,6 +111,10 @@ def log_and_stop(rank, world, out):
                 heard.append(stop.requested)
             assert not ledger.waits, ledger.waits[0]
             rows.append(log(state, metrics))
+            if index == 3:
+                waited = mock.patch.object(torch.accelerator, "synchronize")
+                with waited as wait, log.outside(state.targets.device):
+                    wait.assert_called_once()  # steps that are queued still take a while
             with watching() as ledger:
                 met = health(state)
             assert (met is not None) == (rows[-1] is not None)
@@ -117,6 +123,7 @@ def log_and_stop(rank, world, out):
     for row in rows[1::2]:
         held = [row[f"memory/{name}_gib"] for name in ("parameters", "gradients", "optimizer")]
         assert row["memory/peak_gib"] == PEAK / 2**30
+        assert row["train/loss"] > 0
         assert row["memory/activations_gib"] == pytest.approx(PEAK / 2**30 - sum(held))
     return heard, [row["train/loss"] for row in rows if row]
 

@@ -24,9 +24,9 @@ CASES = {
     "fsdp2": ("dense", {"dp_shard": 2}, {}),
     "pp2": ("dense", {"pp": 2}, {}),
     "ep2": ("experts", {"dp_shard": 2, "ep": 2}, {}),
-    "experts tp2": ("experts", {"tp": 2}, {}),
 }
 LONG = {
+    "experts tp2": ("experts", {"tp": 2}, {}),
     "tp2": ("biased", {"tp": 2}, {}),
     "hsdp": ("dense", {"dp_replicate": 2, "dp_shard": 2}, {}),
     "fsdp2 tp2": ("dense", {"dp_shard": 2, "tp": 2}, {}),

@@ -8,7 +8,7 @@ from functools import cache, partial
 import packed
 import pytest
 import torch
-from adapted import batches_of, loss_fn, move
+from adapted import add_products, batches_of, loss_fn, move
 from distributed.test_adapters import ranks_of, together
 from lab import full, lay_out, mean_gradients
 from pool import run_again
@@ -93,7 +93,7 @@ def check(case, folder):
     assert same(together(parts, "drawn"), packed.packed_of(packed.build()))
     assert same(together(parts, "stepped"), packed.packed_of(alone))
     factors = {n: p.detach() for n, p in alone.named_parameters() if "lora_" in n}
-    weights = packed.adapted_weights(packed.unpacked_base(), factors)
+    weights = add_products(packed.unpacked_base() | factors, packed.SCALES)
     for name, value in together(parts, "merged").items():
         assert torch.allclose(value, weights[name], rtol=0, atol=1e-6), name
     fk.load_huggingface(alone, folder / "base")

@@ -1,6 +1,6 @@
 """Compilation and recomputation: the gradient stays, less is kept, and no graph breaks.
 
-Blocks are traced; the compiler's own code, which takes long, is for the oracle.
+The default run compiles blocks once; the rest is for the oracle.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def kept_and_gradient(what, budget=1.0):
     return size, full_tensors(model, gradients=True)
 
 
-@pytest.mark.parametrize("what", some_of(["budget", "full", "selective"], "full", "selective"))
+@pytest.mark.oracle
+@pytest.mark.parametrize("what", ["budget", "full", "selective"])
 def test_what_is_recomputed_is_not_kept_and_the_gradient_stays(what):
     expected = kept_and_gradient(None)[1]
     whole, gradients = kept_and_gradient("budget")
@@ -140,6 +141,7 @@ def test_blocks_that_are_alike_have_one_graph_for_all_packings(backend):
     assert counters["stats"]["unique_graphs"] == 1
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_products_compile(dtype):
     """The compiler's own shapes of a grouped product are those of bfloat16 alone."""
@@ -194,7 +196,8 @@ def compile_on_ranks(rank, world, backend):
     return gradients, graphs, errors
 
 
-@pytest.mark.parametrize("backend", some_of(["eager", "aot_eager"], "aot_eager"))
+@pytest.mark.oracle
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_what_ranks_share_compiles_into_whole_graphs(backend):
     """The first step's look at what crosses breaks none."""
     expected, _ = reference_gradients(fk.Transformer(TENSOR), [[BATCH]])

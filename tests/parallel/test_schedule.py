@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import get_args
 
-import attrs
 import pytest
 
 from forgekit.parallel.pipeline.schedule import (
     PipelineSchedule,
     check_micro_batches,
     schedule_class,
-    stages_of,
     stages_per_rank,
     timeline,
 )
@@ -40,28 +37,6 @@ def test_bubble_is_the_textbooks(schedule, ranks):
         clock = timeline(schedule, ranks, micro_batches)
         assert clock.bubble == pytest.approx(wait(ranks) / (work + wait(ranks)), rel=0.05)
         assert clock.span == pytest.approx(work + wait(ranks))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_on_the_clock_all_work_is_done_once_and_never_before_its_inputs_are_there(schedule):
-    ranks, count = 4, 8
-    intervals = timeline(schedule, ranks, count).intervals
-    last = ranks * stages_per_rank(schedule) - 1
-    done = {(i.work.kind, i.work.stage, i.work.micro_batch): i.end for i in intervals}
-    assert len(done) == len(intervals)
-    for stage, micro_batch in itertools.product(range(last + 1), range(count)):
-        kinds = {kind for kind in "FBIW" if (kind, stage, micro_batch) in done}
-        assert kinds in ({"F", "B"}, {"F", "I", "W"})
-    for interval in intervals:
-        kind, stage, micro_batch = attrs.astuple(interval.work)
-        assert stage in stages_of(schedule, ranks, interval.rank)
-        if kind == "F" and stage:
-            assert done["F", stage - 1, micro_batch] <= interval.start
-        if kind in "BI" and stage < last:
-            after = (done.get((k, stage + 1, micro_batch), 1e9) for k in "BI")
-            assert min(after) <= interval.start
-    for before, after in itertools.pairwise(intervals):
-        assert before.end <= after.start or before.rank < after.rank
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
