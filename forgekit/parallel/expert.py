@@ -7,6 +7,7 @@ expert's gradient holds the tokens of its whole group; FSDP adds it up over the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -98,16 +99,12 @@ def _check_experts(module: nn.Module, name: str, view: DeviceMesh) -> None:
             f"{name!r} computes the same on all ranks of tp {tensor}, so with ep {ranks} its "
             f"tokens would travel {tensor} times over. Give the layer above it the style 'routed'."
         )
-    each = _most_experts(experts, ranks)
+    each = math.ceil(experts / ranks)
     if each * (ranks - 1) >= experts:
         raise ValueError(
             f"{name!r} has {experts} experts, {each} to a rank, so some of the {ranks} ranks of "
-            f"ep would have none; use at most ep={_most_experts(experts, each)}."
+            f"ep would have none; use at most ep={math.ceil(experts / each)}."
         )
-
-
-def _most_experts(experts: int, ranks: int) -> int:
-    return -(-experts // ranks)
 
 
 def _owner(model: nn.Module, name: str) -> Any:
@@ -164,7 +161,7 @@ def _dispatch_over(
     """
     ranks = dist.get_world_size(group)
     order, counts = sort_by_expert(expert_ids, experts)
-    each = _most_experts(experts, ranks)  # the last rank may hold fewer
+    each = math.ceil(experts / ranks)  # the last rank may hold fewer
     # Padding experts after the last rank's get no tokens.
     counts = F.pad(counts, (0, each * ranks - experts)).view(ranks, each)
     arriving, sent, received = _splits(counts, group)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from forgekit.parallel.fsdp import fsdp_modules, release, reset_iteration
 from forgekit.parallel.fsdp_step import FsdpStep
 from forgekit.parallel.layout import full
-from forgekit.parallel.pipeline.rehearsal import PARAMETER_READ, no_reads
+from forgekit.parallel.pipeline.rehearsal import PARAMETER_READ, NoReads
 from forgekit.parallel.pipeline.stages import Stages
 from forgekit.state import TrainState
 from forgekit.steps.experts import StepRouters
@@ -260,7 +260,7 @@ class _Work:
                 out = self.stages.forward(stage, lambda m: m(*args, **keywords), shape, *given)
                 if rehearses:
                     module = self.stages.modules[self.stages.mine.index(stage)]
-                    stack.enter_context(no_reads(module.parameters()))
+                    stack.enter_context(NoReads(module.parameters()))
                 if not is_last:
                     raise _Left(out)
                 check_output(self._state.model, (), out)

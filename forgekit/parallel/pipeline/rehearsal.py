@@ -83,23 +83,18 @@ def rehearse(
             f"pipeline stage {stage.number} needs more of earlier stages than what the last block "
             f"before it returned, all that crosses. {RETURN_IT}"
         )
-    is_proof = not any(t.is_floating_point() and _is_true(t.isnan().any()) for t in results[-1])
-    return forms, is_proof
+    real = [t for t in results[-1] if t.is_floating_point() and not isinstance(t, FakeTensor)]
+    return forms, not any(tensor.isnan().any() for tensor in real)
 
 
-@contextmanager
-def no_reads(parameters: Iterable[Tensor]) -> Iterator[None]:
+class NoReads(TorchDispatchMode):
     """Raise on operations with parameters, in a loss function after its call of the model."""
-    with _NoReads({_storage(parameter) for parameter in parameters}):
-        yield
 
-
-class _NoReads(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, parameters: set[int]) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__()
-        self._parameters = parameters
+        self._parameters = set(map(_storage, parameters))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._parameters.isdisjoint(map(_storage, _tensors((args, kwargs)))):
@@ -147,8 +142,8 @@ def _watched(stage: Stage, forms: dict[str, Any]) -> Iterator[None]:
         now = _contents((args, keywords))
         if len(now) != len(tensors) or any(a is not b for a, b in zip(now, tensors, strict=True)):
             raise ValueError(
-                f"{name} adds or removes a tensor in a list, a dictionary or an object that it is "
-                f"given, which no other pipeline stage would see. {RETURN_IT}"
+                f"{name} puts a tensor into a list, a dictionary or an object that it is given, or "
+                f"takes one out, which no other pipeline stage would see. {RETURN_IT}"
             )
         if versions != [tensor._version for tensor in tensors]:
             raise ValueError(
@@ -226,10 +221,6 @@ def _numbers(module: nn.Module) -> dict[str, Any]:
 def _same(a: Any, b: Any) -> bool:
     """Whether tensors are bitwise equal, except kinds of NaN; fake tensors count as equal."""
     return isinstance(a, FakeTensor) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-
-
-def _is_true(value: Tensor) -> bool:
-    return not isinstance(value, FakeTensor) and bool(value)
 
 
 def _contents(value: Any) -> list[Tensor]:

@@ -206,19 +206,20 @@ def timeline(schedule: PipelineSchedule, ranks: int, micro_batches: int) -> Time
     orders = [iter(order) for order in work_order(schedule, ranks, micro_batches)]
     waiting = [next(order, None) for order in orders]
     last = ranks * stages_per_rank(schedule) - 1
-    done: dict[Work, float] = {}
+    done: dict[Work, float] = {}  # a whole backward counts as that to the inputs
     free = [0.0] * ranks
     intervals: list[Interval] = []
     while any(waiting):
         for rank, group in enumerate(waiting):
-            needed = _needs(group or (), last)
+            results = {attrs.evolve(w, kind="I") if w.kind == "B" else w for w in group or ()}
+            needed = {need for work in group or () for need in _needs(work, last)} - results
             if group is None or not needed <= done.keys():
                 continue
             clock = max([free[rank], *(done[work] for work in needed)])
             for work in group:
                 intervals.append(Interval(rank, clock, clock + COSTS[work.kind], work))
                 clock += COSTS[work.kind]
-            done.update(dict.fromkeys(map(_result, group), clock))
+            done.update(dict.fromkeys(results, clock))
             free[rank], waiting[rank] = clock, next(orders[rank], None)
     intervals.sort(key=lambda interval: (interval.rank, interval.start))
     span = max(free)
@@ -241,21 +242,11 @@ def _group(action: Any) -> tuple[Work, ...]:
     return tuple(Work(a.computation_type.value, a.stage_index, a.microbatch_index) for a in parts)
 
 
-def _result(work: Work) -> Work:
-    """Return the result that others wait for; a whole backward includes that to the inputs."""
-    return attrs.evolve(work, kind="I") if work.kind == "B" else work
-
-
-def _needs(group: tuple[Work, ...], last: int) -> set[Work]:
-    """Return the results that a group of work depends on."""
-    needed: set[Work] = set()
-    for work in group:
-        if work.kind == "W":
-            needed.add(attrs.evolve(work, kind="I"))
-        elif work.kind == "F" and work.stage > 0:
-            needed.add(attrs.evolve(work, stage=work.stage - 1))
-        elif work.kind in ("B", "I"):
-            needed.add(attrs.evolve(work, kind="F"))
-            if work.stage < last:
-                needed.add(Work("I", work.stage + 1, work.micro_batch))
-    return needed - set(map(_result, group))
+def _needs(work: Work, last: int) -> list[Work]:
+    """Return the results that a piece of work depends on."""
+    if work.kind == "W":
+        return [attrs.evolve(work, kind="I")]
+    if work.kind == "F":
+        return [attrs.evolve(work, stage=work.stage - 1)] if work.stage else []
+    later = [Work("I", work.stage + 1, work.micro_batch)] if work.stage < last else []
+    return [attrs.evolve(work, kind="F"), *later]

@@ -89,7 +89,9 @@ def split_model(model: nn.Module, blocks: str, stages: int, mine: Sequence[int])
         twins = _copy_frame(frame)
         its_parts = {part.name: part.module for part in parts if part.stage == number}
         held.append(Stage(number, twins[model], its_parts, holders, last_blocks))
-        _leave_out(parts, twins, held[-1])
+        for part in parts:
+            if part.stage not in (None, number):
+                twins[part.parent]._modules[part.child] = Absent(part.module, part.name, held[-1])
         copies += twins.items()
     # The model itself keeps the parts of this rank's stages.
     for part in parts:
@@ -123,13 +125,6 @@ def _copy_frame(frame: list[nn.Module]) -> dict[nn.Module, nn.Module]:
     for module, twin in twins.items():
         twin._modules.update({name: twins[m] for name, m in _children(module) if m in twins})
     return twins
-
-
-def _leave_out(parts: list[_Part], twins: dict[nn.Module, nn.Module], stage: Stage) -> None:
-    """Replace the parts of other stages in a stage's copy of the frame, in place."""
-    for part in parts:
-        if part.stage not in (None, stage.number):
-            twins[part.parent]._modules[part.child] = Absent(part.module, part.name, stage)
 
 
 def cost_of(module: nn.Module) -> float:

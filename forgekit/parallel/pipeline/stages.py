@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from forgekit.parallel.agreement import Difference, find_difference
+from forgekit.parallel.agreement import Difference, exchange, find_difference
 from forgekit.parallel.module_forward import wrap_forward
 from forgekit.parallel.pipeline.rehearsal import draw, rehearse
 from forgekit.parallel.pipeline.schedule import (
@@ -165,9 +165,8 @@ class Stages:
         if not failed and all(largest == -least for largest, least in pairs if largest > -(2**62)):
             return bool(rehearses)
         members = self._globals if is_alone else range(dist.get_world_size())
-        reports: list[Any] = [None] * len(members)
         text = None if error is None else f"{type(error).__name__}: {error}"
-        dist.all_gather_object(reports, ({self._globals[0]: shown}, text), group=group)
+        reports = exchange(({self._globals[0]: shown}, text), group=group)
         if error is not None:
             raise error
         for rank, (_, message) in zip(members, reports, strict=True):
