@@ -149,10 +149,11 @@ def lay_out(
     model: nn.Module,
     sizes: dict[str, int] | None = None,
     build: Callable[[nn.Module], torch.optim.Optimizer] = fk.adamw,
+    device: str = "cpu",
     **options: Any,
 ) -> fk.TrainState:
     """A state of any model on the ranks that there are; by default sharded over all of them."""
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes or {}), device="cpu")
+    mesh = fk.build_mesh(fk.MeshSpec(**sizes or {}), device=device)
     model = fk.parallelize(model, mesh, **options)
     return fk.TrainState.create(model, build(model), mesh=mesh)
 

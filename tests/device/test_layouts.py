@@ -9,6 +9,7 @@ import itertools
 from collections import Counter
 from contextlib import nullcontext
 
+import lab
 import pytest
 import torch
 from covering import first_of
@@ -100,9 +101,7 @@ def loss_fn(model, batch):
 def load(_rank, _world):
     """A step and an evaluation on what a recipe's loaders have copied ahead."""
     with flash_kernels(**KERNELS) as calls:
-        mesh = fk.build_mesh(device=NAME)
-        model = fk.parallelize(fk.Transformer(SMALL).double(), mesh)
-        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+        state = lab.lay_out(fk.Transformer(SMALL).double(), device=NAME)
         rows = [TensorDict(row) for row in ROWS]
         step = fk.make_step(loss_fn, schedule=lambda _: 1e-3)
         loader, held_out = fk.train_loader(state, rows, 2), fk.held_out_loader(state, rows, 2)

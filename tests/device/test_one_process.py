@@ -9,7 +9,7 @@ import pytest
 import torch
 from device.pretend import NAME, watching
 from distributed.models import adamw
-from lab import SPEC, full_tensors, relative_error
+from lab import SPEC, full_tensors, lay_out, relative_error
 from pool import run_ranks
 from tensordict import TensorDict
 
@@ -124,11 +124,10 @@ STEPS = {
 
 
 def step_in_fp16(_rank, _world, device):
-    mesh = fk.build_mesh(device=device)
     with torch.device("meta"):
         model = fk.Transformer(SPEC)
-    model = fk.parallelize(model, mesh, precision="fp16", activation_checkpoint="full")
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    options = {"precision": "fp16", "activation_checkpoint": "full"}
+    state = lay_out(model, device=device, **options)
     state = attrs.evolve(state, loss_scale=state.loss_scale * LARGE_SCALE)
     state, metrics, ledger = train(state, [[batch] for batch in loader()][:6])
     assert not ledger.waits, ledger.waits[0]

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 from device.pretend import NAME, PEAK, watching
-from lab import SPEC, full_tensors, global_batch, head_loss, relative_error
+from lab import SPEC, full_tensors, global_batch, head_loss, lay_out, relative_error
 from pool import run_ranks
 
 import forgekit as fk
@@ -22,11 +22,9 @@ SCHEDULE = fk.warmup_cosine(peak=0.01, warmup=1, total=8)
 
 
 def new_state(device, **options):
-    mesh = fk.build_mesh(device=device)
     with torch.device("meta"):
         model = fk.Transformer(SPEC).double()
-    model = fk.parallelize(model, mesh, **options)
-    return fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    return lay_out(model, device=device, **options)
 
 
 def batches_of(rank, world, seed=0):

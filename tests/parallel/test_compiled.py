@@ -13,7 +13,15 @@ import attrs
 import pytest
 import torch
 from covering import some_of
-from lab import SPEC, Watch, full_tensors, logits_loss, mean_gradients, reference_gradients
+from lab import (
+    SPEC,
+    Watch,
+    full_tensors,
+    lay_out,
+    logits_loss,
+    mean_gradients,
+    reference_gradients,
+)
 from lab import relative_error as error
 from parallel.test_context_parallel import Sockets, draw
 from pool import run_again
@@ -184,11 +192,9 @@ def compile_on_ranks(rank, world, backend):
     counters.clear()
     for text in WARNINGS:
         warnings.filterwarnings("ignore", text.removeprefix("ignore:"))
-    mesh = fk.build_mesh(fk.MeshSpec(tp=world), device="cpu")
     chosen = partial(compile_blocks, backend=backend)
     with patch("forgekit.parallel.parallelize.compile_blocks", chosen):
-        model = fk.parallelize(fk.Transformer(TENSOR).double(), mesh, compile=True)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+        state = lay_out(fk.Transformer(TENSOR).double(), {"tp": world}, compile=True)
     gradients = mean_gradients(state, [BATCH], logits_loss)
     graphs = counters["stats"]["unique_graphs"], dict(counters["graph_break"])
     documents = (torch.arange(48) // 18 + 2 * rank).expand(2, 48).contiguous()

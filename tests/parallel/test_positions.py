@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lab import full_tensors, is_kept, mean_gradients, reference_gradients, relative_error
-from pool import run_again, run_ranks
+from pool import run_again
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -76,10 +76,9 @@ def _batch(*, given=False):
     return TensorDict(items, [3])
 
 
-def _state(kind, method, precision="fp32", pp=1):
+def _state(kind, method, precision="fp32"):
     # A mesh that a user makes, with the dimensions that there are.
-    sizes = {**({"pp": pp} if pp > 1 else {}), "dp_replicate": 1, "dp_shard": 1, "cp": 2}
-    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
     model = _build(kind).to(torch.float64 if precision == "fp32" else torch.float32)
     model = fk.parallelize(model, mesh, context_parallel=method, precision=precision)
     return fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
@@ -95,11 +94,11 @@ WRONG = {
 }
 
 
-def _refuse(state, message, micros=1):
+def _refuse(state, message):
     before = full_tensors(state.model)
     step = fk.make_step(_loss, schedule=fk.constant(0.1))
     with pytest.raises(ValueError, match=message) as caught:
-        step(state, [_batch()] * micros)
+        step(state, [_batch()])
     assert "take positions from the batch (position_ids) or a socket" in str(caught.value)
     assert is_kept(state.model, before)
     assert state.model.training
@@ -120,11 +119,3 @@ def test_a_model_that_makes_its_own_positions_is_refused_and_others_are_exact():
         expected, _ = reference_gradients(_build(kind), [[_batch(given=given)]], _loss)
         for gradients in by_rank:
             assert relative_error(gradients[number], expected) < 1e-10
-
-
-def _in_stages(rank, world):
-    _refuse(_state("arange", "ring", pp=2), WRONG["arange"][0], micros=2)
-
-
-def test_stages_without_positions_are_refused():
-    run_ranks(_in_stages, 4)

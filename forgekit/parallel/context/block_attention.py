@@ -29,13 +29,7 @@ def has_flash(tensor: Tensor) -> bool:
 
 
 def attend_block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    offset: int | None = None,
-    ids: Ids | None = None,
-    kernel: Kernel = "sdpa",
+    q: Tensor, k: Tensor, v: Tensor, offset: int | None, ids: Ids | None, kernel: Kernel
 ) -> tuple[Tensor, Tensor]:
     """Attend from a block of queries to a block of keys.
 
@@ -71,10 +65,9 @@ def attend_block_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    *,
-    offset: int | None = None,
-    ids: Ids | None = None,
-    kernel: Kernel = "sdpa",
+    offset: int | None,
+    ids: Ids | None,
+    kernel: Kernel,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute a block's share of the gradients of the whole softmax.
 

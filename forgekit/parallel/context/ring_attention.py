@@ -134,8 +134,8 @@ def attend_ring(
     def attend(step: int, keys: Tensor, values: Tensor) -> None:
         for area, documents in areas(q, step):
             here, there = _indices(area)
-            options: Any = {"offset": area.offset, "ids": documents, "kernel": kernel}
-            block = attend_block(q[here], keys[there], values[there], **options)
+            how = area.offset, documents, kernel
+            block = attend_block(q[here], keys[there], values[there], *how)
             merge_block(summed[here], lse[here], *block)
 
     _go_round(members, k, v, attend)
@@ -191,9 +191,8 @@ def attend_ring_backward(
         nonlocal following
         for area, documents in areas(q, step):
             here, there = _indices(area)
-            options: Any = {"offset": area.offset, "ids": documents, "kernel": kernel}
             given = gradient[here], q[here], keys[there], values[there], out[here], lse[here]
-            shares = attend_block_backward(*given, **options)
+            shares = attend_block_backward(*given, area.offset, documents, kernel)
             summed[here].add_(shares[0])
             # Not earlier: the others' share may arrive while this rank computes.
             for whole, share in zip(following.wait(), shares[1:], strict=True):
