@@ -243,10 +243,9 @@ def _group(action: Any) -> tuple[Work, ...]:
 
 
 def _needs(work: Work, last: int) -> list[Work]:
-    """Return the results that a piece of work depends on."""
-    if work.kind == "W":
-        return [attrs.evolve(work, kind="I")]
-    if work.kind == "F":
-        return [attrs.evolve(work, stage=work.stage - 1)] if work.stage else []
-    later = [Work("I", work.stage + 1, work.micro_batch)] if work.stage < last else []
-    return [attrs.evolve(work, kind="F"), *later]
+    """Return the results of other stages that work depends on; those of its own come in order."""
+    if work.kind == "F" and work.stage:
+        return [attrs.evolve(work, stage=work.stage - 1)]
+    if work.kind in ("B", "I") and work.stage < last:
+        return [Work("I", work.stage + 1, work.micro_batch)]
+    return []
