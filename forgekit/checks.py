@@ -276,7 +276,7 @@ def parse_json(content: str | bytes) -> Any:
     Examples:
         >>> parse_json('{"a": 1, "a": 2}')
         Traceback (most recent call last):
-        ValueError: the key "a" stands twice in one object
+        ValueError: the key "a" appears twice in one object
     """
     try:
         return _JSON.decode(content if isinstance(content, str) else content.decode("utf-8"))
@@ -294,7 +294,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for name, inner in pairs:
         if name in value:
-            raise ValueError(f"the key {json.dumps(name)} stands twice in one object")
+            raise ValueError(f"the key {json.dumps(name)} appears twice in one object")
         value[name] = inner
     return value
 

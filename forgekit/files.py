@@ -69,17 +69,16 @@ def atomic_directory(
     clear_leftovers(path.parent, re.escape(path.name), but=new)
     new.mkdir(exist_ok=key is not None)
     with locked(new):
-        is_done = False
         try:
             yield new
             _sync_tree(new)
             replace(path, new, old)
-            is_done = True
-        finally:
-            # After an exchange this is the previous directory.
-            if is_done or key is None or not (new.is_dir() and any(new.iterdir())):
+        except BaseException:
+            if key is None or not (new.is_dir() and any(new.iterdir())):
                 shutil.rmtree(new, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
+            raise
+        for previous in (new, old):  # after an exchange it is at the new one's name
+            shutil.rmtree(previous, ignore_errors=True)
 
 
 @contextmanager
@@ -104,16 +103,14 @@ def locked(path: Path, *, shared: bool = False) -> Iterator[None]:
 
 def is_locked(path: Path) -> bool:
     """Whether a living process has locked a directory or a file."""
-    try:
+    with contextlib.suppress(OSError):  # it is not there, or the file system has no locks
         lock = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return isinstance(error, BlockingIOError)
-    finally:
-        os.close(lock)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
     return False
 
 

@@ -187,8 +187,8 @@ def check_dimensions(mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
     if "dp_shard" not in names or names != tuple(name for name in DIMENSIONS if name in names):
         raise ValueError(
-            f"the mesh has the dimensions {list(names)}; it needs 'dp_shard', and knows "
-            f"{', '.join(DIMENSIONS)} in this order. Build it with forgekit.build_mesh."
+            f"the mesh has the dimensions {list(names)}; it needs 'dp_shard' and may have "
+            f"{', '.join(DIMENSIONS)}, in this order. Build it with forgekit.build_mesh."
         )
 
 

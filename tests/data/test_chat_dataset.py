@@ -516,7 +516,7 @@ FILES = {  # content of a file, and the targets of its documents or the refusal
         ONE.replace("Four.", "\\ud83d"),
         "cannot be read as JSON: .*utf-8",
     ),
-    "twice a key": (ONE.replace("{", '{"messages": [], ', 1), 'the key "messages" stands twice'),
+    "twice a key": (ONE.replace("{", '{"messages": [], ', 1), 'the key "messages" appears twice'),
     "NaN": (ONE.replace('Four."', 'Four.", "weight": NaN'), 'has nan as "weight"'),
     "null content": ("{" + TURNS % "null" + "}", ["<|im_end|>"]),
     "no content": (ONE.replace(', "content": "Four."', ""), ["<|im_end|>"]),

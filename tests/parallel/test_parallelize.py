@@ -147,7 +147,7 @@ def test_what_does_not_fit_is_refused(mesh, message):
 def test_dimensions_in_another_order_are_refused(mesh):
     other = init_device_mesh("cpu", (1, 1), mesh_dim_names=("tp", "dp_shard"))
     for use in (lambda: fk.parallelize(nn.Linear(2, 2), other), lambda: fk.data_ranks(other)):
-        with pytest.raises(ValueError, match=r"\['tp', 'dp_shard'\].* cp, tp in this order"):
+        with pytest.raises(ValueError, match=r"\['tp', 'dp_shard'\].* cp, tp, in this order"):
             use()
 
 
