@@ -49,18 +49,6 @@ def _modules(model, blocks="layers", stages=2, mine=(0, 1)):
     return [stage.module for stage in split_model(model, blocks, stages, list(mine)).stages]
 
 
-def test_a_rank_holds_its_stages_under_the_models_names():
-    held = []
-    for mine in ([0, 3], [1, 2]):
-        model = fk.Transformer(DEEP)
-        modules = _modules(model, stages=4, mine=mine)
-        in_model = [name for name, _ in model.named_parameters()]
-        in_stages = [name for module in modules for name, _ in module.named_parameters()]
-        assert sorted(in_model) == sorted(in_stages)
-        held += in_model
-    assert sorted(held) == sorted(name for name, _ in fk.Transformer(DEEP).named_parameters())
-
-
 def test_dropout_is_in_one_stage_and_what_serves_blocks_in_all():
     model = fk.Transformer(DEEP)
     model.rotary = nn.Module()
