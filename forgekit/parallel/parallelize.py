@@ -174,10 +174,11 @@ def _lay_out(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     """Lay a model out in place, in the order that the top of this file explains."""
     # What can be refused is refused here, on all ranks alike, before process groups are made.
     path, layers = _check(model, mesh, options)
-    precision, method = options.precision, options.context_parallel
+    precision, mode = options.precision, options.activation_checkpoint
+    method = options.context_parallel
     kernels = choose_attention(model, mesh, COMPUTE.get(precision), options.attention, method)
-    styles = read_plan(model, size_of(mesh, "tp"), options.plan)
-    view = expert_view(mesh)
+    tensor, view = size_of(mesh, "tp"), expert_view(mesh)
+    styles = read_plan(model, tensor, options.plan)
     experts = [] if view is None else find_experts(model, options.plan)
     projection = None if options.head is None else find_head(model, options.head)
     modules = dict(model.named_modules())  # all of them: a pipeline takes some out
@@ -185,7 +186,7 @@ def _lay_out(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     data_ranks, tensor_ranks = arrange(mesh)
     # Sockets before anything is wrapped: they are found by their modules' names and attributes.
     context = apply_context(model, mesh, method, kernels=kernels)
-    # While parameters are whole and plain: afterwards each rank keeps its part of what it holds.
+    # While parameters are whole: afterwards each rank keeps its part of what it holds.
     copy_from_first_rank(model, mesh)
     # Nothing below spends time or memory on the parts of other stages.
     stages = _split(model, mesh, path, options)
@@ -199,15 +200,14 @@ def _lay_out(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     # Recomputation repeats the collectives of tp, cp and ep; the compiler traces both as one block.
     tile_feed_forward(layers, options.mlp_tiles)
     for layer in layers:
-        recompute(layer, options.activation_checkpoint)
+        recompute(layer, mode)
     if options.compile:
-        budget = options.memory_budget
-        compile_blocks(layers, options.activation_checkpoint, memory_budget=budget)
+        compile_blocks(layers, mode, memory_budget=options.memory_budget)
     if projection is not None:
         take_head(roots, projection)
     if _is_sharded(mesh, options):
         # A backward in two parts finds a stage's weights only while they are gathered.
-        reshards = options.reshard_after_forward if stages is None else False
+        reshards = stages is None and options.reshard_after_forward
         kept = {"reshard_after_forward": reshards, "cpu_offload": options.cpu_offload}
         # Inner modules first: an outer one leaves out what is wrapped already.
         if view is not None:
@@ -221,8 +221,8 @@ def _lay_out(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     layout = Layout(
         **context._asdict(),
         experts=expert_ranks(mesh)[1],
-        tensor=size_of(mesh, "tp"),
-        sequence=size_of(mesh, "tp") if "sequence" in styles.values() else 1,
+        tensor=tensor,
+        sequence=tensor if "sequence" in styles.values() else 1,
         longest=longest_of(model),
         attention=kernels.kernels,
         documents=kernels.documents,

@@ -216,6 +216,13 @@ def test_a_head_whose_logits_are_changed_is_refused(name, mesh):
     assert model(batch["input_ids"])["logits"].isfinite().all()  # and works on without it
 
 
+def test_models_that_scale_or_cap_their_logits_are_refused(mesh):
+    changes = {"final_logit_softcapping": 5.0, "head_dim": 8}
+    model = build("Gemma2", "cpu", tie_word_embeddings=True, **changes)
+    with pytest.raises(ValueError, match=r"^head= replaces one projection, .* a soft cap"):
+        head_loss(fk.parallelize(model, mesh, head="lm_head"), draw_batch(0))
+
+
 @pytest.mark.parametrize("name", ["biased", "scaled", "dropping", "embed", "nowhere"])
 def test_a_head_that_is_no_plain_product_is_refused(name, mesh):
     message = rf"^head='{name}' is .* it must name the nn\.Linear that"
