@@ -70,7 +70,9 @@ class MeshSpec:
         sizes = attrs.asdict(self)
         for name, size in sizes.items():
             if size < 1 and (size != -1 or name == "ep"):
-                raise ValueError(f"{name} is {size}; it is at least 1, or -1 once (not of ep).")
+                raise ValueError(
+                    f"{name} is {size}; a mesh dimension is at least 1, or -1 once (not ep)."
+                )
         free = [name for name, size in sizes.items() if size == -1]
         if len(free) > 1:
             raise ValueError(f"{' and '.join(free)} are -1; only one of them can be.")

@@ -72,9 +72,9 @@ DO_NOT_FIT = [
     ),
     ({"tp": 3}, "tp 3 = 3 does not divide 8 ranks; that takes 6 or 9 ranks."),
     ({"ep": 3}, "ep 3 does not divide dp_shard * cp = 8; it can be one of [1, 2, 4, 8]."),
-    ({"tp": 0}, "tp is 0; it is at least 1, or -1 once (not of ep)."),
+    ({"tp": 0}, "tp is 0; a mesh dimension is at least 1, or -1 once (not ep)."),
     ({"cp": -1}, "dp_shard and cp are -1; only one of them can be."),
-    ({"dp_shard": 1, "ep": -1}, "ep is -1; it is at least 1, or -1 once (not of ep)."),
+    ({"dp_shard": 1, "ep": -1}, "ep is -1; a mesh dimension is at least 1, or -1 once (not ep)."),
 ]
 
 
