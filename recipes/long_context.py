@@ -37,7 +37,7 @@ class Config:
     log_every: int = key(50, "Steps between two rows of metrics.", at_least=1)
     precision: fk.Precision = key("fp32", "fp32, bf16 or fp16; masters are float32.")
     activation_checkpoint: fk.ActivationCheckpoint = key("none", "What backward recomputes.")
-    mlp_tiles: int = key(1, "Tiles of positions in which feed-forwards run, to save memory.")
+    mlp_tiles: int = key(1, "Tiles of positions of a feed-forward, to save memory.", at_least=1)
     context_parallel: fk.ContextParallel = key("ring", "ring, ulysses or both.")
     mesh: fk.MeshSpec = fk.MeshSpec(dp_shard=1, cp=-1)
 

@@ -83,10 +83,7 @@ def test_numbers_below_0_or_not_finite_end_with_code_2(recipe, capsys):
 
 TEXTS = {
     "a.txt": (b"a\0b", r"a\.txt holds a NUL byte at position 1: it is binary, or text in"),
-    "a.jsonl": (
-        b'{"text": "a", "text": "b"}',
-        r'a\.jsonl:1 .* the key "text" appears twice',
-    ),
+    "a.jsonl": (b'{"text": "a", "text": "b"}', r'a\.jsonl:1 .* the key "text" appears twice'),
 }
 
 
