@@ -171,14 +171,14 @@ class Block(nn.Module):
         normed = self.rows(self.attention_norm, x)
         x = x + self.dropout(self.attention(normed, cos, sin, doc_ids))
         if self.mlp_tiles > 1:
-            return x + self.dropout(by_tile(self._feed_forward, x, self.mlp_tiles))
+            return x + self.dropout(in_tiles(self._feed_forward, x, self.mlp_tiles))
         return x + self.dropout(self._feed_forward(x, *routing))
 
     def _feed_forward(self, x: Tensor, *routing: Any) -> Tensor:
         return self.rows(self.feed_forward, self.rows(self.feed_forward_norm, x), *routing)
 
 
-def by_tile(forward: Callable[[Tensor], Tensor], x: Tensor, tiles: int) -> Tensor:
+def in_tiles(forward: Callable[[Tensor], Tensor], x: Tensor, tiles: int) -> Tensor:
     """Call a position-wise function by tiles of positions, and again for each in backward.
 
     So only one tile's intermediate values exist at a time.
