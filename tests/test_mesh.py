@@ -145,7 +145,7 @@ IMPOSSIBLE = {
         r"SLURM_NTASKS is '2\(x2\)'; it must be an integer",
     ),
     "no address": (PAIR | {"MASTER_ADDR": ""}, "MASTER_ADDR is ''; it names the machine of rank 0"),
-    "a job in an array": (PAIR | {"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID is '12_3'; it is a whole"),
+    "a job in an array": (PAIR | {"SLURM_JOB_ID": "12_3"}, "SLURM_JOB_ID is '12_3'; it must be"),
     "nodes cut off": (
         PAIR | {"SLURM_JOB_NODELIST": "gpu[1-"},
         r"SLURM_JOB_NODELIST is 'gpu\[1-'; it names hosts",
