@@ -52,6 +52,8 @@ class Feed(nn.Module):
         self.act = nn.PReLU() if kind != "each" else Scale(FFN)
         if kind == "held":
             self.scale = nn.Parameter(torch.tensor([1.3]))
+        if kind == "factors":
+            self.scale = nn.Parameter(torch.linspace(0.5, 1.5, FFN))
         if kind == "zero":
             nn.init.zeros_(self.down.weight)
 
@@ -67,7 +69,7 @@ class Feed(nn.Module):
             return x + F.dropout(self.down(F.gelu(h)), 0.5)
         middle = {
             **dict.fromkeys(("act", "each", "zero"), lambda: self.act(h)),
-            "held": lambda: F.gelu(h) * self.scale,
+            **dict.fromkeys(("held", "factors"), lambda: F.gelu(h) * self.scale),
             "gated": lambda: F.gelu(h) * self.gate(given),
             "bypass": lambda: F.gelu(h) + x.mean(-1, keepdim=True),
             "softmax": lambda: h.softmax(-1),
@@ -192,6 +194,18 @@ def test_a_plan_is_exact_or_what_it_forgets_is_refused_before_the_first_update(w
             assert raised == told[0][0]
             is_far = wrong is None or relative_error(wrong, expected) > 1e-2
             assert is_far or kind == "zero", case
+
+
+def _held(rank, world):
+    state, batches = started({"tp": 2}, "factors", FEED)
+    with pytest.raises(ValueError, match=r"'scale' \[20\] of Feed") as caught:
+        fk.make_step(logits_loss, schedule=fk.constant(0.1))(state, batches)
+    return str(caught.value)
+
+
+def test_factors_that_a_block_holds_are_named_with_their_remedy():
+    for message in run_again(_held, 2):
+        assert re.search(r'10 of 20.* a module of its own, .* "channels"', message), message
 
 
 class Hands(nn.Module):

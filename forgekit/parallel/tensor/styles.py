@@ -8,6 +8,7 @@ same everywhere, its own rows or columns, or parts of a sum.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from types import MappingProxyType
@@ -146,8 +147,26 @@ def _alike(module: nn.Module, _: Region, forward: Forward, *args: Any, **kwargs:
     takes_all = isinstance(module, nn.MultiheadAttention)
     taken = (m for m in module.children() if takes_all or isinstance(m, PARAMETER_LISTS))
     kwargs = {name: full(value) for name, value in kwargs.items()}
-    given = map(full, args)
-    return with_local_parameters([module, *taken], Replicate(), forward, *given, **kwargs)
+    modules, given = [module, *taken], map(full, args)
+    try:
+        return with_local_parameters(modules, Replicate(), forward, *given, **kwargs)
+    except RuntimeError as error:
+        if sizes := re.search(r"tensor a \((\d+)\) must match .* tensor b \((\d+)\)", str(error)):
+            _check_held(modules, *sorted(map(int, sizes.groups())))
+        raise
+
+
+def _check_held(modules: list[nn.Module], part: int, whole: int) -> None:
+    """Raise if a shard would meet a whole parameter that a module holds directly."""
+    for module in modules:
+        for name, parameter in module.named_parameters(recurse=False):
+            if whole in parameter.shape and whole % part == 0:
+                kind = type(module).__name__.removeprefix("FSDP")
+                raise ValueError(
+                    f"{name!r} {[*parameter.shape]} of {kind} was to meet what tensor-parallel "
+                    f"ranks share: this rank has {part} of {whole}. Move it into a module of its "
+                    'own, whose forward applies it, and give that the style "channels" in plan=.'
+                )
 
 
 def _compute_part(module: nn.Module, _: Region, forward: Forward, *args: Any, **kwargs: Any) -> Any:
