@@ -28,11 +28,7 @@ LATE_S = 2.0
 IMPATIENT = MappingProxyType({"retries": 1, "read_timeout": LATE_S / 2})
 """Attributes of s3fs: what is late is a time-out, and forgekit's own patience is tested."""
 _ANSWERS = MappingProxyType(
-    {
-        "500": (500, "InternalError"),
-        "503": (503, "SlowDown"),
-        "throttled": (400, "ThrottlingException"),
-    }
+    {"500": "InternalError", "503": "SlowDown", "throttled": "ThrottlingException"}
 )
 
 
@@ -55,15 +51,9 @@ class Bucket:
     @property
     def fs(self) -> s3fs.S3FileSystem:
         """Its file system, past the proxy."""
-        host, port = self.server
-        url = f"http://{host}:{port}"
-        return s3fs.S3FileSystem(
-            key="x",
-            secret="y",
-            endpoint_url=url,
-            use_listings_cache=False,
-            skip_instance_cache=True,
-        )
+        url = "http://{}:{}".format(*self.server)
+        fresh = {"use_listings_cache": False, "skip_instance_cache": True}
+        return s3fs.S3FileSystem(key="x", secret="y", endpoint_url=url, **fresh)
 
     def heal(self) -> None:
         """Let nothing go wrong any more, and forget what did."""
@@ -103,8 +93,8 @@ class _Proxy(BaseHTTPRequestHandler):
         if fault is not None:
             self.bucket.done[fault] += 1
         if fault in _ANSWERS:
-            status, code = _ANSWERS[fault]
-            self._answer(status, [], f"<Error><Code>{code}</Code></Error>".encode())
+            status = 400 if fault == "throttled" else int(fault)
+            self._answer(status, [], f"<Error><Code>{_ANSWERS[fault]}</Code></Error>".encode())
         elif fault == "drop":
             self.close_connection = True
         else:

@@ -14,7 +14,7 @@ import forgekit as fk
 from forgekit.config import ConfigError, key, load_config, structure, to_dict
 from forgekit.ranks import explain
 from forgekit.remote import urls
-from forgekit.remote.urls import Url, UrlError, fs_of, names_below, path_or_url, retried
+from forgekit.remote.urls import UrlError, fs_of, path_or_url, retried
 
 
 @attrs.frozen
@@ -36,7 +36,6 @@ NO_URL = {
     "out: the path is empty": {"out": ""},
     r"out: expected Path, read 5 \(int\)": {"out": 5},
     r"old: expected a path, read the URL s3://b/r; .* as forgekit\.Location": {"old": "s3://b/r"},
-    "out: s3:/b/r looks like a URL .* such as s3://bucket/folder": {"out": "s3:/b/r"},
     "out: s3:// looks like a URL .* such as s3://bucket/folder": {"out": "s3://"},
 }
 
@@ -49,31 +48,18 @@ def test_a_key_of_a_recipe_names_what_is_neither_a_path_nor_a_url(message):
 
 
 def test_what_is_almost_a_url_names_no_folder_of_this_machine():
-    assert path_or_url("a/b") == Path("a/b")
-    assert isinstance(path_or_url("s3://b/r"), Url)
-    with pytest.raises(ValueError, match=r"s3:/b/r looks like a URL .* Pass the URL as a string"):
-        path_or_url(Path("s3://b/r"))
-    message = "s3:/b/r looks like a URL .* such as s3://bucket/folder"
-    with pytest.raises(ValueError, match=message):
-        fk.token_dataset("s3:/b/r", 8)
-    with pytest.raises(ValueError, match=message):
-        fk.latest_checkpoint("s3:/b/r")
+    message = r"s3:/b/r looks like a URL .* pass a string such as s3://bucket/folder"
+    for use in (path_or_url, fk.token_dataset, fk.latest_checkpoint):
+        for almost in ("s3:/b/r", Path("s3://b/r")):
+            with pytest.raises(ValueError, match=message):
+                use(almost)
 
 
 def test_a_scheme_is_read_in_any_case_and_one_that_nothing_knows_is_named():
     fs, root = fs_of("Memory://Capital/Run")
     assert (fs.protocol, root) == ("memory", "/Capital/Run")
-    with pytest.raises(ValueError, match="nowhere://a has the scheme 'nowhere', which is not know"):
+    with pytest.raises(ValueError, match="does not know the scheme 'nowhere' of nowhere://a"):
         fs_of("nowhere://a")
-
-
-def test_a_listing_names_what_is_there_and_nothing_where_nothing_is():
-    fs, root = fs_of("memory://listed/run/")
-    assert names_below(fs, root) == []
-    fs.pipe_file(f"{root}/a", b"")
-    fs.pipe_file(f"{root}/b/c", b"")
-    assert sorted(names_below(fs, root)) == ["a", "b"]
-    fs.rm("/listed", recursive=True)
 
 
 def answered(code, status, operation="PutObject"):
@@ -133,11 +119,12 @@ def test_there_is_a_limit_to_it(name, slow, pauses):
 
 
 REFUSED = {
-    "there is no such bucket. Make it": answered("NoSuchBucket", 404),
-    "no bucket has such a name. Correct the URL": ParamValidationError(report=""),
-    "no credentials were given. Set .*AWS_PROFILE": NoCredentialsError(),
-    "the store permits no access .*Check cred": answered("AccessDenied", 403),
-    "the store refuses the request": answered("PermanentRedirect", 301),
+    "NoSuchBucket": answered("NoSuchBucket", 404),
+    "ParamValidationError": ParamValidationError(report=""),
+    "Unable to locate credentials": NoCredentialsError(),
+    "PermissionError: no": PermissionError("no"),  # as other stores than S3 say it
+    "PermissionError": answered("AccessDenied", 403),
+    "PermanentRedirect": answered("PermanentRedirect", 301),
     "No space left on device": OSError(errno.ENOSPC, "No space left on device"),
 }
 

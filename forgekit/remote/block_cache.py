@@ -184,8 +184,8 @@ def fetch_blocks(blocks: Iterable[Block]) -> None:
     if wrong:
         array, number = wrong[0]
         raise ValueError(
-            f"{array.url} differs from its checksum in block {number}: it was replaced since it "
-            "was opened, or is damaged. Resume to read what is there now, or write it again."
+            f"{array.url} differs from its checksum in block {number}: it was replaced or is "
+            "damaged. Resume to read it as it is now, or write it again."
         )
 
 
@@ -199,9 +199,8 @@ def _fetch(blocks: list[Block]) -> list[Block]:
     contents = missing[0][0].fs.cat_ranges(roots, starts, ends, on_error="return")
     wrong = []
     for (array, number), content in zip(missing, contents, strict=True):
-        checksum = array.checksums[number]
-        if isinstance(content, bytes) and _checksum(content) == checksum:
-            array.cache.keep(checksum, content)
+        if isinstance(content, bytes) and _checksum(content) == array.checksums[number]:
+            array.cache.keep(array.checksums[number], content)
         else:
             wrong.append((array, number))
     if errors := [content for content in contents if isinstance(content, Exception)]:

@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from random import SystemRandom
-from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar
 
 from forgekit.checks import path_of
@@ -42,19 +41,11 @@ _PASSING = (
     *("Throttling", "ThrottlingException", "SlowDown", "OperationAborted"),
     *("ConditionalRequestConflict", "400", "408", "409", "425", "429"),
 )
-"""S3's codes below 500 for what may pass: throttled, or a request that arrived torn or late. 400 is
-that of an answer without a body, as to HEAD: it may be any of these."""
+"""S3's codes below 500 for what may pass; 400 is that of any answer without a body, as to HEAD."""
 PRECONDITION = ("PreconditionFailed", "412")
 """S3's codes for a failed condition of a conditional write."""
-_CREDENTIALS = "Set the store's usual variables, such as AWS_PROFILE or AWS_ACCESS_KEY_ID"
-_REMEDIES = MappingProxyType(
-    {
-        "NoSuchBucket": "there is no such bucket. Make it, or correct the URL",
-        "NoCredentialsError": f"no credentials were given. {_CREDENTIALS}",
-        "PartialCredentialsError": f"half of the credentials are not given. {_CREDENTIALS}",
-        "ParamValidationError": "no bucket has such a name. Correct the URL",
-    }
-)
+_REFUSED = ("NoSuchBucket", "NoCredentialsError", "PartialCredentialsError", "ParamValidationError")
+"""Codes and names of errors that no pause can cure, beside those of permissions."""
 
 T = TypeVar("T")
 
@@ -121,8 +112,8 @@ def path_or_url(value: str | os.PathLike[str]) -> Location:
         return Url(text.rstrip("/"))
     if _ALMOST_URL.match(text):
         raise ValueError(
-            f"{text} looks like a URL that became a Path, which merges its slashes, or that lacks "
-            "a part. Pass the URL as a string, such as s3://bucket/folder."
+            f"{text} looks like a URL that became a Path or lacks a part; pass a string such as "
+            "s3://bucket/folder."
         )
     return Path(text)
 
@@ -148,10 +139,7 @@ def fs_of(url: str) -> tuple[Any, str]:
 
     scheme = url.partition(":")[0].lower()
     if scheme not in available_protocols():
-        raise ValueError(
-            f"{url} has the scheme {scheme!r}, which is not known. s3:// is that of buckets; "
-            "fsspec lists all others."
-        )
+        raise ValueError(f"fsspec does not know the scheme {scheme!r} of {url}.")
     options: dict[str, Any] = {}
     if scheme in ("s3", "s3a"):
         require("s3fs", extra="s3")
@@ -230,7 +218,7 @@ def retried(
             return action()
         except Exception as error:  # stores raise own classes
             if refusal := _refusal(error):
-                raise UrlError(f"{name}: {refusal}.") from error
+                raise UrlError(f"{name}: the store refuses it: {refusal}.") from error
             if refusal is not None:
                 raise
             pause = middle * SystemRandom().uniform(0.7, 1.3)  # jitter between ranks
@@ -249,20 +237,14 @@ def local_folder() -> Path:
 
     ``FORGEKIT_CACHE``, else ``XDG_CACHE_HOME/forgekit``, else ``~/.cache/forgekit``.
     """
-    if chosen := os.environ.get("FORGEKIT_CACHE"):
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "forgekit"
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("FORGEKIT_CACHE") or Path(base, "forgekit"))
 
 
 def _refusal(error: BaseException) -> str | None:
-    """Return the cause and remedy of a permanent error, "" for an answer, None to retry."""
+    """Return the text of a permanent error, "" for an answer, None to retry."""
     code, number = code_of(error), getattr(error, "errno", None)
-    if code in _REMEDIES:
-        return _REMEDIES[code]
-    if isinstance(error, PermissionError):
-        return f"the store permits no access ({_brief(error)}). Check credentials and permissions"
-    if number in _LASTING:
+    if code in _REFUSED or number in _LASTING or isinstance(error, PermissionError):
         return _brief(error)
     if code in _PASSING:  # before errno: fsspec calls a torn upload an invalid argument
         return None
@@ -271,7 +253,7 @@ def _refusal(error: BaseException) -> str | None:
         return ""
     status = (_response(error) or {}).get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
     if 300 <= status < 500:
-        return f"the store refuses the request ({_brief(error)})"
+        return _brief(error)
     return "" if isinstance(error, _ANSWERS) or number in _ANSWERED else None
 
 
