@@ -13,6 +13,7 @@ from the back. Masks come from positions and document ids, so documents may star
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -60,16 +61,13 @@ def check_batch(batch: TensorDict) -> None:
     """
     if not isinstance(batch, TensorDict) or len(batch.batch_size) != 1:
         raise TypeError(
-            f"batch is a {type(batch).__name__} with batch_size "
-            f"{getattr(batch, 'batch_size', None)}; a micro-batch is a "
-            "TensorDict(tensors, batch_size=[rows])."
+            f"batch is a {type(batch).__name__}; it must be a TensorDict with batch_size=[rows]."
         )
     shape = ids_shape(batch)
     check_has(batch, "labels")
-    rules = dict.fromkeys(("labels", "position_ids", "doc_ids"), ("[b s] like input_ids", shape))
-    for key, rule in {"input_ids": ("[b s]", shape), **rules, "source": ("[b]", shape[:1])}.items():
+    for key in ("input_ids", "labels", "position_ids", "doc_ids", "source"):
         if key in batch:
-            _check_tensor(key, batch[key], *rule)
+            _check_tensor(key, batch[key], shape[:1] if key == "source" else shape)
     _check_signed(batch)
 
 
@@ -96,8 +94,7 @@ def shift_labels(batch: TensorDict) -> TensorDict:
     """
     if "labels" in batch:
         raise ValueError(
-            'batch has "labels" already; shifting again would train on wrong tokens. '
-            'Delete them first if they are not shifted: del batch["labels"].'
+            'batch has "labels" already; shifting them again would train on wrong tokens.'
         )
     ids = batch["input_ids"]
     if ids.ndim != 2 or ids.shape[1] < 2:  # a loss over no position would be NaN
@@ -157,29 +154,23 @@ def ids_shape(batch: Any) -> tuple[int, ...]:
     shape = tuple(batch["input_ids"].shape)
     if len(shape) != 2:
         raise ValueError(
-            f'"input_ids" has shape {shape}; it must be [b s], rows by positions. '
-            "forgekit.data.collate stacks samples."
+            f'"input_ids" has shape {shape}; it must be [b s]. forgekit.data.collate stacks rows.'
         )
     return shape
 
 
-def _check_tensor(key: str, tensor: Tensor, rule: str, shape: tuple[int, ...]) -> None:
+def _check_tensor(key: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
-        raise ValueError(
-            f'"{key}" has shape {tuple(tensor.shape)}; it must be {rule}, here {shape}.'
-        )
+        raise ValueError(f'"{key}" has shape {tuple(tensor.shape)}; it must be {shape}.')
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(
-            f'"{key}" holds {tensor.dtype}; it must hold integers. '
-            "Move a batch with .to(device) only: .to(dtype) casts ids too."
-        )
+        raise TypeError(f'"{key}" holds {tensor.dtype}, not integers; .to(dtype) casts ids too.')
 
 
 def _check_signed(batch: TensorDict) -> None:
     if not (dtype := batch["labels"].dtype).is_signed:
         raise TypeError(
-            f'"labels" holds {dtype}, which has no {IGNORED}; masked positions would count as '
-            'targets. Convert before masking: batch["labels"] = batch["labels"].long().'
+            f'"labels" holds {dtype}, which has no {IGNORED}, so masking would add targets; '
+            "convert them with .long()."
         )
 
 
@@ -214,8 +205,7 @@ def pad_positions(
     length = -(-(shape[-1] if positions is None else positions) // multiple) * multiple
     if length < shape[-1]:  # torch would truncate the row
         raise ValueError(
-            f"a row has {shape[-1]} positions, more than {length}; truncate or drop long rows, or "
-            "pack documents: forgekit.pack."
+            f"a row has {shape[-1]} positions, more than {length}; truncate, drop or pack it."
         )
     padded: dict[str, Any] = dict(batch.items())
     for key, tensor in padded.items():
@@ -281,10 +271,7 @@ def check_alike(parts: Mapping[str, Mapping[Any, Any]], dim: int = 0) -> None:
     (first, expected), *others = kinds.items()
     for name, kind in others:
         if kind != expected:
-            raise ValueError(
-                f"{name} has {kind}; {first} has {expected}. All must have the same keys, dtypes "
-                "and shapes."
-            )
+            raise ValueError(f"{name} has {kind}; {first} has {expected}. They must be alike.")
 
 
 def check_has(batch: Any, key: str) -> None:
@@ -310,9 +297,8 @@ def apply_transforms(batch: TensorDict, transforms: Iterable[Any]) -> TensorDict
         if not isinstance(after, TensorDict) or after.batch_size != batch.batch_size:
             name = getattr(transform, "__name__", repr(transform))
             raise ValueError(
-                f"the transform {name} returned a {type(after).__name__} with batch_size "
-                f"{getattr(after, 'batch_size', None)}; return a TensorDict with "
-                f"{batch.batch_size}: rows count samples. Mask rows with labels of -100."
+                f"the transform {name} must return a TensorDict with {batch.batch_size}, since "
+                "rows count samples. Mask rows with labels of -100 instead."
             )
         batch = after
     return batch
@@ -350,10 +336,7 @@ def shard_sequence(
         Ring attention, https://arxiv.org/abs/2310.01889; striped, for the balance of causal
         masks, https://arxiv.org/abs/2311.09431
     """
-
-    def mine(tensor: Tensor) -> Tensor:
-        return slice_positions(tensor, rank=rank, world=world, method=method, dim=1)
-
+    mine = partial(slice_positions, rank=rank, world=world, method=method, dim=1)
     return _map_positions(mine, ids_shape(batch), batch, declared=world == 1)
 
 
@@ -403,14 +386,12 @@ def slice_positions(
     """
     check_choice("method", method, get_args(Slicing))
     check_rank(rank, world)
-    positions, chunks = tensor.shape[dim], world
-    if method == "zigzag" and world > 1:
-        chunks = 2 * world
+    positions = tensor.shape[dim]
+    chunks = 2 * world if method == "zigzag" and world > 1 else world
     if positions % chunks:
-        rule = "2 * world" if chunks > world else "world"
         raise ValueError(
-            f"{positions} positions must be divisible by {rule} = {chunks} to be sharded {method}; "
-            f"{nearest_multiples(positions, chunks)}."
+            f"{positions} positions cannot be sharded {method} over {world} ranks: they must be "
+            f"divisible by {chunks}; {nearest_multiples(positions, chunks)}."
         )
     if chunks == world:
         return tensor.chunk(world, dim)[rank]
@@ -450,9 +431,9 @@ def _map_positions(
             mapped[key] = function(*(batch[key] for batch in batches))
         else:
             raise ValueError(
-                f'"{key}" has shape {tuple(value.shape)} and ranks share the {shape[1]} positions '
-                "of a row. If it has positions, put it into a TensorDict of batch_size [b, s] in "
-                f"the batch; if not, give it another shape: {[shape[0], 1, *value.shape[1:]]}."
+                f'"{key}" has shape {tuple(value.shape)}, and ranks share {shape[1]} positions. If '
+                "it has positions, put it into a TensorDict of batch_size [b, s] in the batch; if "
+                f"not, give it another shape: {[shape[0], 1, *value.shape[1:]]}."
             )
     sizes = batches[0].batch_size[:1]
     if declared and len(batches[0].batch_size) > 1 and mapped:

@@ -176,12 +176,9 @@ def load_tokenizer(tokenizer: Any) -> Any:
     transformers = require("transformers", extra="hf")
     try:
         return transformers.AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
-    except Exception as error:  # transformers has many of its own
-        why = " ".join(str(error).split())
-        raise ValueError(
-            f"{tokenizer} has no tokenizer that transformers can load: {why} Name a directory with "
-            "a tokenizer.json, or pass a tokenizer."
-        ) from error
+    except Exception as error:  # transformers raises many kinds
+        message = f"{tokenizer} has no tokenizer that transformers can load: {error}"
+        raise ValueError(message) from error
 
 
 def _encode_line(
@@ -205,14 +202,14 @@ def _encode_pair(
 ) -> list[tuple[Example, ...]]:
     if not {"chosen", "rejected"} <= line.keys():
         raise ValueError(
-            f'{name} has the keys {quoted(line)}; a preference has "chosen" and "rejected", and '
-            'a "prompt" unless both hold it.'
+            f'{name} has the keys {quoted(line)}; a preference has "chosen" and "rejected".'
         )
-    if "prompt" not in line and all(isinstance(line[key], list) for key in ("chosen", "rejected")):
-        shorter = min(len(line["chosen"]), len(line["rejected"]))
-        first = min(_common_messages(line["chosen"], line["rejected"]), max(shorter - 1, 0))
-        line = {**line, "prompt": line["chosen"][:first]}
-        line.update({key: line[key][first:] for key in ("chosen", "rejected")})
+    answers = [line["chosen"], line["rejected"]]
+    if "prompt" not in line and all(isinstance(answer, list) for answer in answers):
+        pairs = list(zip(*answers, strict=False))[:-1]  # each keeps its last message
+        first = next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs))
+        parts = {"chosen": answers[0][first:], "rejected": answers[1][first:]}
+        line = {**line, "prompt": answers[0][:first], **parts}
     chosen = _answer(encoder, name, line, "chosen", {"rejected"})
     rest = {key: line[key] for key in line.keys() & {"prompt", "rejected", *CONTEXT}}
     return [(chosen[0], _answer(encoder, name, rest, "rejected")[0])]
@@ -229,8 +226,8 @@ def _answer(
         _check_line(encoder, name, line, read)
         return [encoder.completion(name, prompt, answer)]
     raise ValueError(
-        f"{name} has {brief(prompt)} as prompt and {brief(answer)} as {key}; both must be "
-        "texts, or both lists of messages."
+        f"{name} has {brief(prompt)} as prompt and {brief(answer)} as {key}; both must be texts, "
+        "or lists of messages."
     )
 
 
@@ -248,9 +245,7 @@ def _conversation(
         system = line.get("system")
         answer = [*prompt, *answer]
         if system and isinstance(answer[0], dict) and "system" in map(answer[0].get, ROLE_KEYS):
-            raise ValueError(
-                f'{name} has a "system" and a first message of the system. Keep one of them.'
-            )
+            raise ValueError(f'{name} has a "system" and a first message of the system; keep one.')
         if system:
             answer, prompt = [{"role": "system", "content": system}, *answer], ["", *prompt]
     tools, options = line.get("tools"), line.get("chat_template_kwargs")
@@ -263,8 +258,8 @@ def _check_line(encoder: ChatEncoder, name: str, line: dict[str, Any], read: Set
     if flag_of(name, line, LINE_FLAGS) is False or any(map(line.get, OTHER_FLAGS)):
         flags = {key: line[key] for key in (*LINE_FLAGS, *OTHER_FLAGS) if key in line}
         raise ValueError(
-            f"{name} has {brief(flags)}; of a line the answers are trained, each with weight 1. "
-            'Remove the line or the flag; train_on="last" trains last turns alone.'
+            f"{name} has {brief(flags)}; the answers of a line are trained with weight 1. Remove "
+            'the line or the flag; train_on="last" trains last turns alone.'
         )
     unread = line.keys() - {*read, *LINE_FLAGS, *OTHER_FLAGS}
     encoder.unread.update(key for key in unread if line[key] is not None)
@@ -300,17 +295,6 @@ def _without_nulls(value: Any) -> Any:
         kept = {k: v for k, v in value.items() if v is not None or k == "content"}
         return {key: _without_nulls(inner) for key, inner in kept.items()}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _common_messages(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Count the messages that two conversations begin with alike.
-
-    Examples:
-        >>> _common_messages(["question", "good"], ["question", "bad"])
-        1
-    """
-    alike = (a == b for a, b in zip(one, other, strict=False))
-    return next((n for n, same in enumerate(alike) if not same), min(len(one), len(other)))
 
 
 def _dataset(
@@ -371,10 +355,7 @@ class _Part:
 
     def dataset(self, tokenizer: Any, rest: RowDataset | None = None) -> RowDataset:
         if not self.kept:
-            raise ValueError(
-                f"nothing is supervised: {self.counts}. Pass a larger seq_len, or look at the "
-                "lines."
-            )
+            raise ValueError(f"nothing is supervised: {self.counts}. Is seq_len too small?")
         examples = list(itertools.chain(*self.kept))
         ids = np.concatenate([example.ids for example in examples])
         trained = np.concatenate([example.trained for example in examples])

@@ -48,23 +48,14 @@ WORDS_ELSEWHERE = {"value", "text", "parts", "message", "refusal"}
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
-RENDERING = ("conversation", "chat_template", "tools", "tokenize", "add_generation_prompt")
-RENDERING += ("continue_final_message", "return_dict", "return_assistant_tokens_mask")
-RENDERING += ("sanitize_control_tokens", "tokenizer_kwargs", "padding", "truncation", "max_length")
-"""Arguments of ``apply_chat_template`` that are no options of a template."""
-
 PROBES = ("apples and pears", "a very different answer, of two lines.\nThis is the second.")
 """Words that take the place of the assistant's where a template is proved."""
 
 TODAY = datetime(2024, 7, 26)
 """The date for templates that write today's, as Llama 3.2's: rows must not change at midnight."""
 
-DIRECTIVES = ("%Y", "%y", "%m", "%d", "%b", "%B", "%a", "%A", "%H", "%M", "%S")
-WITH_DATE = (
-    "{% macro strftime_now(format) %}{{ format"
-    + "".join(f".replace('{directive}', '{TODAY:{directive}}')" for directive in DIRECTIVES)
-    + " }}{% endmacro %}\n"
-)
+WITH_DATE = "".join(f".replace('%{d}', '{TODAY:%{d}}')" for d in "YymdbBaAHMS")
+WITH_DATE = "{% macro strftime_now(format) %}{{ format" + WITH_DATE + " }}{% endmacro %}\n"
 """Stands before such a template, in place of the function of ``transformers``."""
 
 
@@ -121,18 +112,14 @@ class ChatEncoder:
         whole = type(self.tokenizer.backend_tokenizer).from_str(text)
         whole.encode_special_tokens = self.tokenizer.split_special_tokens
         self._backend = without_limits(whole)
-        added = self.tokenizer.added_tokens_decoder
-        special = (id for id in added if added[id].special)
-        self._special = {*self.tokenizer.all_special_ids, *special}
+        added = self.tokenizer.added_tokens_decoder.items()
+        self._special = {id for id, token in added if token.special}
+        self._special |= {*self.tokenizer.all_special_ids}
         source = self.tokenizer.chat_template or ""
         source = " ".join(source.values()) if isinstance(source, dict) else source
         self._words = set(re.findall(r"\w+", source))
         if unknown := [key for key in self.template if key not in self._words]:
-            raise ValueError(
-                f"the chat template reads no {quoted(unknown)}, which template= sets. Name an "
-                "option that the template's text holds."
-            )
-        _check_options("template=", self.template)
+            raise ValueError(f"the chat template reads no {quoted(unknown)}, which template= sets.")
 
     def conversation(
         self, name: str, messages: Any, *, tools: Any = None, first: int = 0, options: Any = None
@@ -160,13 +147,7 @@ class ChatEncoder:
         messages, numbers = self._read(name, messages, first)
         tools = [decoded(name, "a tool", tool) for tool in decoded(name, "tools", tools) or ()]
         options = decoded(name, "chat_template_kwargs", options) or {}
-        _check_options(name, options)
-        self.unread.update(key for key in options if key not in self._words)
-        options = {**self.template, **options}
-
-        def render(some: Sequence[Message], is_prompt: bool) -> str:
-            return self._render(name, some, tools or None, is_prompt, options)
-
+        render = partial(self._render, name, tools or None, options)
         if any(m.get("tool_calls") for m in messages) and _takes_texts(messages, render):
             messages = _with_arguments(messages, _as_text)
         words = ((m["role"], bool(m.get("content")), *sorted(m)) for m in messages)
@@ -175,6 +156,7 @@ class ChatEncoder:
             self._prove(name, messages, numbers, render)
             self._proved.add(shape)
         text = render(messages, False)
+        self.unread.update(key for key in options if key not in self._words)
         turns = {turn: self._turn(name, messages, turn, render) for turn in numbers}
         changed = [turn for turn, (upto, _) in turns.items() if not text.startswith(upto)]
         if not changed:
@@ -182,7 +164,7 @@ class ChatEncoder:
         if not self.turn_by_turn:
             raise ValueError(
                 f"{name}: the chat template re-renders message {changed[0]} once others follow. "
-                "Pass turn_by_turn=True to make an example of each turn, or mend the template."
+                "Pass turn_by_turn=True to make an example of each turn, or fix the template."
             )
         return [self._example(name, upto, [span]) for upto, span in turns.values()]
 
@@ -213,39 +195,31 @@ class ChatEncoder:
     def _read(self, name: str, messages: Any, first: int) -> tuple[list[Message], list[int]]:
         """Bring messages into the form that templates read; find the turns to train."""
         clean: list[Message] = []
-        numbers: list[int] = []
+        targets: list[bool] = []
+        known = READ | self._words | (REASONING if REASONING & self._words else set())
         for n, message in enumerate(messages if isinstance(messages, list) else [messages]):
             clean.append(_message(name, message))
-            is_target = _is_target(f"{name}: message {n}", message, clean[n]["role"], self._words)
-            if n >= first and is_target and clean[n]["role"] == "assistant":
-                numbers.append(n)
-            known = READ | (REASONING if REASONING & self._words else set())
-            unread = clean[n].keys() - known - self._words
+            role = clean[n]["role"]
+            targets.append(_is_target(f"{name}: message {n}", message, role, self._words))
+            unread = clean[n].keys() - known
             if clean[n].get("content") is None and (elsewhere := unread & WORDS_ELSEWHERE):
                 raise ValueError(
                     f"{name}: message {n} has no content, but {quoted(elsewhere)}, which nothing "
-                    'reads. Write its words under "content".'
+                    'reads. Rename it to "content".'
                 )
             self.unread.update(key for key in unread if clean[n][key] is not None)
         turns = [n for n, m in enumerate(clean) if n >= first and m["role"] == "assistant"]
-        if self.train_on == "last":
-            numbers = [n for n in turns[-1:] if n in numbers]
-        if not numbers:
+        turns = turns[-1:] if self.train_on == "last" else turns
+        if not (numbers := [n for n in turns if targets[n]]):
             roles = quoted(message["role"] for message in clean[first:])
-            flagged = ", and their flags leave none" if turns else ""
+            flagged = ", and flags mask them all" if turns else ""
             raise ValueError(
-                f"{name} has no assistant's turn to train; its roles are {roles}{flagged}. "
-                "Remove the line."
+                f"{name} has no assistant turn to train; its roles are {roles}{flagged}."
             )
         return clean, numbers
 
     def _render(
-        self,
-        name: str,
-        messages: Sequence[Message],
-        tools: Any,
-        is_prompt: bool,
-        options: Mapping[str, Any],
+        self, name: str, tools: Any, options: Any, messages: Sequence[Message], is_prompt: bool
     ) -> str:
         try:
             template = self.tokenizer.get_chat_template(tools=tools)
@@ -255,7 +229,7 @@ class ChatEncoder:
                 chat_template=WITH_DATE + template if "strftime_now" in template else template,
                 tokenize=False,
                 add_generation_prompt=is_prompt,
-                **options,
+                **{**self.template, **options},
             )
         except Exception as error:  # a template may raise anything
             raise ValueError(
@@ -270,16 +244,16 @@ class ChatEncoder:
         if not upto.startswith(before):
             raise ValueError(
                 f"{name}: at generation the chat template ends message {turn - 1} with "
-                f"{brief(before[-40:])}, and message {turn} does not go on from there. Mend "
-                "add_generation_prompt in the template."
+                f"{brief(before[-40:])}, and message {turn} does not continue that text. Fix its "
+                "add_generation_prompt."
             )
         end = self._end_of_turn(name, messages[turn], upto, len(before), turn)
         written, calls = upto[len(before) : end], messages[turn].get("tool_calls") or ()
         called = [call.get("function") or call for call in calls if isinstance(call, dict)]
         if lost := [call["name"] for call in called if (call.get("name") or "") not in written]:
             raise ValueError(
-                f"{name}: the chat template leaves out the call of {quoted(lost)} in message "
-                f"{turn}, so a model learns to say nothing there. Mend the template."
+                f"{name}: the chat template omits the call of {quoted(lost)} in message {turn}, so "
+                "a model would learn to say nothing. Fix the template."
             )
         return upto[:end], (len(before), end)
 
@@ -292,7 +266,7 @@ class ChatEncoder:
         if not ends or start + ends[-1] < words + len(content):
             raise ValueError(
                 f"{name}: the chat template ends message {turn} with {brief(upto[-20:])}, which "
-                "holds no special token, so a model never learns to stop. Close turns with one."
+                "holds no special token, so a model never learns to stop. End turns with one."
             )
         return start + ends[-1]
 
@@ -313,8 +287,8 @@ class ChatEncoder:
                 seen.add((text[:start], text[end:], words in text[start:end]))
             if len(seen) > 1 or not seen.pop()[2]:
                 raise ValueError(
-                    f"{name}: other words in message {turn} also change the text outside of that "
-                    "turn, or do not appear in it, so no mask covers them. Mend the chat template."
+                    f"{name}: other words in message {turn} also change the text outside that "
+                    "turn, or do not appear in it, so no mask covers them. Fix the chat template."
                 )
 
     def _example(
@@ -354,8 +328,7 @@ def decoded(name: str, key: str, value: Any) -> Any:
         read = value
     if not isinstance(read, dict | list | None):
         raise ValueError(
-            f"{name} has {brief(value)} as {key}, a text that is no JSON object or list. Write "
-            "the object itself."
+            f"{name} has {brief(value)} as {key}, a text that is no JSON object or list."
         )
     return read
 
@@ -370,8 +343,7 @@ def flag_of(name: str, holder: Mapping[str, Any], keys: Iterable[str] = FLAGS) -
     for key, value in given.items():
         if value not in (0, 1):
             raise ValueError(
-                f'{name} has {brief(value)} as "{key}"; a message is trained or not, so it must be '
-                "0 or 1, false or true. Fractions belong into a mixture's weights."
+                f'{name} has {brief(value)} as "{key}"; it must be 0 or 1, false or true.'
             )
     return all(bool(value) != (key == "masked") for key, value in given.items()) if given else None
 
@@ -380,35 +352,32 @@ def _is_target(name: str, message: Mapping[str, Any], role: str, words: Set[str]
     unread = (k for k, v in message.items() if v is not None and k not in {*words, *FLAGS})
     if unknown := [key for key in unread if re.search("(^|_)(mask|loss|weight|train)", key)]:
         raise ValueError(
-            f"{name} has {quoted(unknown)}, which may say what is trained, and is not known here. "
-            f"Write {quoted(FLAGS)}, or remove the key."
+            f"{name} has {quoted(unknown)}, which may say what is trained but is unknown. Use one "
+            f"of {quoted(FLAGS)}, or remove the key."
         )
     flag = flag_of(name, message)
     if flag and role != "assistant":
         raise ValueError(
-            f'{name} has the role "{role}" and a flag that asks to train it; only turns of the '
-            "assistant are trained. Remove the flag."
+            f'{name} has the role "{role}" and a flag to train it; only the assistant is trained.'
         )
     return flag is not False
 
 
 def _message(name: str, message: Any) -> dict[str, Any]:
     """Check a message; return it without flags, its content a text and its calls decoded."""
-    kept, role, content = {}, None, None
-    if isinstance(message, dict):
-        kept = {key: value for key, value in message.items() if key not in FLAGS}
-        if "from" in kept and "role" not in kept:
-            kept["role"] = ROLES.get(str(kept.pop("from")))
-            kept["content"] = kept.pop("value", None)
-        role, content = kept.get("role"), kept.get("content")
-        check_media(name, kept)
+    given = message if isinstance(message, dict) else {}
+    kept: dict[str, Any] = {key: given[key] for key in given if key not in FLAGS}
+    if "from" in kept and "role" not in kept:
+        kept["role"] = ROLES.get(str(kept.pop("from")))
+        kept["content"] = kept.pop("value", None)
+    role, content = kept.get("role"), kept.get("content")
+    check_media(name, kept)
     if isinstance(content, list):
         kept["content"] = content = "".join(_text(name, part) for part in content)
     if not isinstance(role, str) or not isinstance(content, str | None):
         raise ValueError(
-            f"{name}: messages hold {brief(message)}; they must be a list of objects with a text "
-            'under "role" and a text, or null, under "content". "from" may be '
-            f"{quoted(ROLES)}."
+            f"{name}: messages hold {brief(message)}; each must have a text under "
+            f'"role" and a text, or null, under "content". "from" may be {quoted(ROLES)}.'
         )
     if calls := decoded(name, "tool_calls", kept.get("tool_calls")):
         calls = calls if isinstance(calls, list) else [calls]
@@ -420,10 +389,7 @@ def _text(name: str, part: Any) -> str:
     kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, part)
     if kind in (None, "text") and isinstance(text, str):
         return text
-    raise ValueError(
-        f"{name}: messages hold {brief(part)}; of a content only parts of text can be trained. "
-        "Leave such lines out."
-    )
+    raise ValueError(f"{name}: messages hold {brief(part)}; only parts of text can be trained.")
 
 
 def check_media(name: str, holder: Mapping[str, Any]) -> None:
@@ -453,10 +419,6 @@ def _takes_texts(messages: Sequence[Message], render: Render) -> bool:
     try:
         return str(probe) in render(_with_arguments(messages, lambda _: probe), False)
     except ValueError:
-        try:
-            render(_with_arguments(messages, _as_text), False)
-        except ValueError:  # they cannot be rendered at all, which is said with more words later
-            return False
         return True
 
 
@@ -470,11 +432,3 @@ def _arguments(name: str, value: Any) -> Any:
 
 def _as_text(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
-
-
-def _check_options(name: str, options: Any) -> None:
-    if not isinstance(options, Mapping) or (set(options) & set(RENDERING)):
-        raise ValueError(
-            f"{name} has {brief(options)} as options of the chat template; they must be an object, "
-            f"without {quoted(RENDERING)}, which are set here."
-        )

@@ -102,8 +102,8 @@ def as_documents(documents: Documents | Iterable[Any]) -> Documents:
     is_text = isinstance(documents, str)
     if is_text or not isinstance(documents, Iterable) or iter(documents) is documents:
         raise TypeError(
-            f"documents is a {type(documents).__name__}; it must be a source, such as "
-            "text_documents(paths) returns, or a list: an iterator can be read only once."
+            f"documents is a {type(documents).__name__}; pass a list, or a source such as "
+            "text_documents(paths): an iterator can be read only once."
         )
     return _Collection(documents)
 
@@ -313,13 +313,13 @@ class HuggingFaceDocuments:
 def _check_stream(dataset: Any) -> None:
     if dataset._distributed:
         raise ValueError(
-            "this dataset was divided by split_dataset_by_node before, and would be divided "
-            "again. Pass it whole: rank and world of stream_documents divide it."
+            "the dataset was divided by split_dataset_by_node; pass it whole: stream_documents "
+            "divides it by rank and world."
         )
     if "BufferShuffledExamplesIterable" in _chain(dataset._ex_iterable):
         raise ValueError(
-            "this dataset has a shuffle buffer, and a resumed stream would lose what is in it. "
-            "Stream it unshuffled, or prepare token files, whose rows a loader shuffles."
+            "the dataset has a shuffle buffer, whose documents a resumed stream would lose. Stream "
+            "it unshuffled, or prepare token files."
         )
 
 
@@ -367,8 +367,8 @@ def check_cell(name: str, key: str, value: Any) -> str:
     if isinstance(value, str):
         return value
     raise ValueError(
-        f'{name} has {type(value).__name__} in column "{key}", not a string. '
-        'Name another column with text_key, or leave such rows out with errors="skip".'
+        f'{name} has {type(value).__name__} in column "{key}", not a string; errors="skip" leaves '
+        "such rows out."
     )
 
 
@@ -386,14 +386,12 @@ def check_ids(name: str, document: ArrayLike, vocab_size: int = 2**32) -> NDArra
     ids = np.asarray(document)
     if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
         raise ValueError(
-            f"{name} is {ids.dtype} of shape {ids.shape}; a document is a 1-D array of integers. "
-            "Pass an iterable of such arrays; encode text with a tokenizer first."
+            f"{name} is {ids.dtype} of shape {ids.shape}; a document is a 1-D array of token ids."
         )
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
-        wrong = ids.min() if ids.min() < 0 else ids.max()
         raise ValueError(
-            f"{name} holds token id {wrong}; ids must be 0 to vocab_size - 1 = {vocab_size - 1}. "
-            "Pass the vocab_size of the tokenizer; mask a loss in labels, not in ids."
+            f"{name} holds token ids from {ids.min()} to {ids.max()}; they must lie in "
+            f"range(vocab_size={vocab_size})."
         )
     return ids
 

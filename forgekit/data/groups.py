@@ -79,14 +79,12 @@ def groups(
     total, world = _length(loader), getattr(loader, "world", 1)
     if total is None and end is None and world > 1:
         raise ValueError(
-            f"this stream is one of {world} and ends on its own; the others would wait forever. "
-            'Pass end=forgekit.run.DataEnd("pad") to groups and make_step, or stream without end: '
-            "epochs=None."
+            f"this stream is one of {world} and ends on its own, so the others would hang. Pass "
+            'end=forgekit.run.DataEnd("pad") to groups and make_step, or stream with epochs=None.'
         )
     if total is None and partial == "drop":
         raise ValueError(
-            'partial="drop" needs a stream with a length: of this one a group is used before its '
-            'end is known. Use partial="pad" or "error", or pass a list.'
+            'partial="drop" needs a loader with a length; use partial="pad" or "error".'
         )
     if isinstance(total, int) and (rest := total % micro_batches):
         if partial == "error":
@@ -153,8 +151,8 @@ class _Source:
         if self._last is None:
             if not hasattr(self._stream, "padding"):
                 raise ValueError(
-                    "this rank's stream ended before its first micro-batch, and has no padding() "
-                    "to go on with. Give each rank at least one micro-batch."
+                    "this rank's stream ended before its first micro-batch and has no padding(). "
+                    "Give each rank at least one micro-batch."
                 )
             self._last = self._stream.padding()
         return mask_batch(self._last)
@@ -182,8 +180,8 @@ class _Source:
     def _pull_up_to(self, number: int) -> None:
         if number < self._pulled - (self._ahead is not None):
             raise RuntimeError(
-                f"micro-batch {number} is gone from the stream: its group or a later one was used "
-                "before. Use each group once and before the next; batches = list(group) keeps them."
+                f"micro-batch {number} has been used or skipped: use each group once and before "
+                "the next; batches = list(group) keeps them."
             )
         while self._pulled <= number:
             before = self.samples or 0
@@ -240,11 +238,8 @@ def count_micro_batches(global_batch_size: int, batch_size: int, world: int) -> 
     check_integers(global_batch_size=(global_batch_size, -LARGEST))
     rows = batch_size * world
     if global_batch_size < 1 or global_batch_size % rows:
-        nearest = nearest_multiples(global_batch_size, rows)
-        share, rest = divmod(global_batch_size, world)
-        smaller = f", or batch_size {math.gcd(share, batch_size)}" if share > 0 and not rest else ""
         raise RankCountError(
             f"global_batch_size {global_batch_size} must be divisible by batch_size {batch_size} * "
-            f"{world} data-parallel ranks = {rows}; {nearest}{smaller}."
+            f"{world} data-parallel ranks = {rows}; {nearest_multiples(global_batch_size, rows)}."
         )
     return global_batch_size // rows

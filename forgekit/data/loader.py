@@ -22,11 +22,10 @@ from torch import Tensor
 from forgekit.checks import check_integers, check_rank, nearest_multiples
 from forgekit.data.batch import apply_transforms, mask_rows, read_rows
 from forgekit.data.groups import count_micro_batches
-from forgekit.data.order import Skips, renumber, sample_rows
+from forgekit.data.order import Integers, Skips, renumber, sample_rows
 from forgekit.data.read_ahead import DeviceCopies, Reader, compute_ahead
 from forgekit.devices import check_device
 
-Integers = np.ndarray[Any, np.dtype[np.int64]]
 OF_THE_RUN = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals sent to the whole process group; workers ignore them, so a stopping run can still read.
 
@@ -319,15 +318,12 @@ class Loader:
         """
         check_rank(index, participants)
         if not self.is_endless:
-            raise ValueError(
-                "this loader ends, and a step that is done again may lie behind its end. Shares "
-                "are of an endless one: epochs=None."
-            )
+            raise ValueError("shares need an endless loader, epochs=None: a step may be repeated.")
         units, rest = divmod(micro_batches, multiple)
         if rest or not units:
             raise ValueError(
-                f"micro_batches {micro_batches} must be a multiple of {multiple}, as each part is; "
-                f"{nearest_multiples(micro_batches, multiple)}. Change global_batch_size."
+                f"micro_batches {micro_batches} must be a multiple of {multiple}; change "
+                f"global_batch_size: {nearest_multiples(micro_batches, multiple)}."
             )
         low, high = (g * units // participants * multiple for g in (index, index + 1))
         part = _Part(low, max(high, low + multiple), micro_batches)
@@ -389,8 +385,7 @@ class Loader:
             yield self._take()
             if loop != self._loops:
                 raise RuntimeError(
-                    "this loader was started again while an earlier loop over it was running; "
-                    "it has one position. Make a loader for each loop."
+                    "the loader has one position and another loop restarted it; make two loaders."
                 )
         self.close()
 

@@ -382,16 +382,13 @@ def _mixed_weights(
     if weights is None:
         weights = {name: size / sum(sizes.values()) for name, size in sizes.items()}
     if missing := [name for name in sizes if name not in weights]:
-        raise ValueError(
-            f"weights lack {quoted(missing)}; give each source a weight. 0 leaves one out."
-        )
+        raise ValueError(f"weights lack {quoted(missing)}; give each source one, 0 to omit it.")
     if not phases or phases[0].start:
         phases = (Phase(start=0), *phases)
     for before, after in itertools.pairwise(phases):
         if after.start <= before.start:
             raise ValueError(
-                f"a phase at sample {after.start} follows one at sample {before.start}; "
-                "put phases in increasing order, one per sample."
+                f"a phase at sample {after.start} follows one at sample {before.start}; sort them."
             )
     for phase in phases:
         mixed = {**weights, **phase.weights}
@@ -413,8 +410,7 @@ def _units_of(sources: Mapping[str, Any], weights: Sequence[float]) -> tuple[int
     for name, weight in zip(sources, weights, strict=True):
         if 0 < weight / total < LEAST_SHARE:
             raise ValueError(
-                f"source {name!r} would have a share of {weight / total:.1e}; it must be at least "
-                f"{LEAST_SHARE}, or 0. Give it a larger weight or a higher temperature."
+                f"the share of {name!r} is {weight / total:.1e}; it must be 0 or >= {LEAST_SHARE}."
             )
     units = [round(weight / total * UNITS) for weight in weights]
     units[units.index(max(units))] += UNITS - sum(units)
@@ -453,10 +449,7 @@ def mixture_dataset(datasets: Mapping[str, Any], order: Order) -> Mixture:
     lengths = {name: len(dataset) for name, dataset in datasets.items()}
     expected = dict(zip(order.sources, order.sizes, strict=True))
     if lengths != expected:
-        raise ValueError(
-            f"the datasets have {lengths} rows, and the order was made for {expected}; make it "
-            "from the lengths of these datasets."
-        )
+        raise ValueError(f"the datasets have {lengths} rows; the order was made for {expected}.")
     return Mixture(tuple(datasets[name] for name in order.sources), order)
 
 
@@ -497,12 +490,10 @@ class Mixture:
     def __getitems__(self, samples: Sequence[int]) -> TensorDict:
         """Build the batch of these samples, reading each dataset once, ``batch_size=[b]``."""
         sources, rows = self.order.find(samples)
-        parts = {
-            f'source "{self.order.sources[n]}"': read_rows(
-                self.datasets[n], rows[sources == n].tolist()
-            )
-            for n in np.unique(sources).tolist()
-        }
+        parts: dict[str, TensorDict] = {}
+        for n in np.unique(sources).tolist():
+            batch = read_rows(self.datasets[n], rows[sources == n].tolist())
+            parts[f'source "{self.order.sources[n]}"'] = batch
         check_alike(parts, dim=1)
         by_source = torch.from_numpy(np.argsort(sources, kind="stable"))
         batch: Any = torch.cat([*parts.values()])[by_source.argsort()]

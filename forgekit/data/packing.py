@@ -86,8 +86,8 @@ class Bins:
         shapes = [list(getattr(self, name).shape) for name in ARRAYS[1:]]
         if self.offsets[:1].tolist() != [0] or shapes != [pieces] * 3:
             raise ValueError(
-                f"bins have {shapes} documents, starts and lengths, and offsets from "
-                f"{self.offsets[:1]} to {pieces}; offsets go from 0 to the number of pieces."
+                f"offsets of bins must go from 0 to the number of pieces; they end at {pieces}, "
+                f"and documents, starts and lengths have {shapes}."
             )
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -176,11 +176,10 @@ def prepare(
         learnt = _tokenizer(folder, texts, given, vocab_size, sample_bytes)
         sizes = {"vocab_size": vocabulary_size(learnt), "eos_id": token_id(learnt, eos_token)}
         parts = _write_parts(folder, texts, workers)
-        position = _Position(**_facts_of(parts[-1])["end"])
-        for problem in position.problems:
+        end = _Position(**_facts_of(parts[-1])["end"])
+        for problem in end.problems:
             log.warning("left out: %s", printable(problem))
-        problems = {"broken": position.broken, "first_broken": position.problems}
-        metadata = {"made_from": made_from, **problems}
+        metadata = {"made_from": made_from, "broken": end.broken, "first_broken": end.problems}
         (folder / HELD_OUT).mkdir(exist_ok=True)
         for is_held_out, target in ((True, folder / HELD_OUT), (False, folder)):
             ids = _documents_in(parts, is_held_out, metadata)

@@ -268,7 +268,7 @@ class RowDataset:
     def _spans(self, row: int) -> list[list[int]]:
         """Return the pieces of a row as (first token, stop, stop of its labels)."""
         if not 0 <= row < len(self):
-            raise IndexError(f"row {row} must lie in range({len(self)}) of the rows.")
+            raise IndexError(f"row {row} must lie in range({len(self)}).")
         offsets = self.documents.offsets
         if self.bins is None:
             start = row * self.seq_len
@@ -304,11 +304,10 @@ def check_vocabulary(dataset: Any, vocab_size: int) -> None:
     """
     for part in getattr(dataset, "datasets", (dataset,)):
         if vocab_size < part.vocab_size:
-            file = getattr(part, "file", None)
+            where = getattr(getattr(part, "file", None), "path", "its documents")
             raise ValueError(
-                f"vocab_size {vocab_size} of the model is below the {part.vocab_size} of "
-                f"{'its documents' if file is None else file.path}; set "
-                f"model.vocab_size={part.vocab_size} or more."
+                f"vocab_size {vocab_size} of the model is below the {part.vocab_size} of {where}; "
+                f"set model.vocab_size={part.vocab_size} or more."
             )
 
 
@@ -334,6 +333,5 @@ def _check_bins(bins: Bins, offsets: Ints) -> None:
             wrong = int(fits.argmin())
             raise ValueError(
                 f"the bins name {lengths[wrong]} tokens from token {starts[wrong]} of document "
-                f"{documents[wrong]}, and of the {len(tokens)} documents none has such a piece. "
-                "The bins were made for other documents: pack these."
+                f"{documents[wrong]}, which these documents do not have; pack them anew."
             )

@@ -114,12 +114,10 @@ def stream_documents(
     check_rank(rank, world)
     check_integers(seq_len=(seq_len, 1), batch_size=(batch_size, 1), workers=(workers, 0, 1))
     check_integers(epochs=(1 if epochs is None else epochs, 1))
-    end = END_OF_TEXT
-    if isinstance(tokenizer, str | os.PathLike):
-        end = end if eos_id is not None else end_of_text(tokenizer)
-        tokenizer = load_tokenizer(tokenizer)
-    if eos_id is None:
-        eos_id = token_id(tokenizer, end)
+    is_path = isinstance(tokenizer, str | os.PathLike)
+    end = end_of_text(tokenizer) if is_path and eos_id is None else END_OF_TEXT
+    tokenizer = load_tokenizer(tokenizer) if is_path else tokenizer
+    eos_id = token_id(tokenizer, end) if eos_id is None else eos_id
     rows = DocumentRows(
         as_documents(documents), tokenizer, eos_id, seq_len, batch_size, epochs, tuple(transforms)
     )
@@ -188,15 +186,12 @@ class DocumentStream:
         """
         now = self.state_dict()
         if state["fingerprint"] != now["fingerprint"]:
-            raise ValueError(
-                "the stream's position is in other documents. Stream the same ones or start anew."
-            )
+            raise ValueError("the position is in other documents; stream those, or start anew.")
         if any(state[name] != now[name] for name in ("reader", "readers")):
             raise ValueError(
-                f"the stream's position is that of reader {state['reader']} of {state['readers']}, "
-                f"and this is reader {now['reader']} of {now['readers']}. Half-read documents "
-                "cannot be divided among others. Resume on as many ranks and workers, or prepare "
-                "token files, which resume on any number."
+                f"the position is that of reader {state['reader']} of {state['readers']}, and this "
+                f"is reader {now['reader']} of {now['readers']}. Resume on as many ranks and "
+                "workers, or prepare token files, which resume on any number."
             )
         self.close()
         self.cursor = Cursor(**{name: state[name] for name in attrs.asdict(self.cursor)})
@@ -321,8 +316,8 @@ class DocumentRows:
                 before = Cursor(record.after, epoch=before.epoch, broken=broken)
             if is_empty:
                 raise ValueError(
-                    f"reader {part} of {parts} found no document ({before.broken} are broken). "
-                    "Stream at least as many documents as there are readers."
+                    f"reader {part} of {parts} has no document ({before.broken} are broken); "
+                    "stream one or more for each."
                 )
             before = Cursor(epoch=before.epoch + 1, broken=before.broken)
 

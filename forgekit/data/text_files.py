@@ -13,16 +13,12 @@ import itertools
 import json
 import os
 import re
-import sys
 import sysconfig
-import threading
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
-from types import MappingProxyType
 from typing import Any, BinaryIO, TypeAlias, get_args
 
 import attrs
@@ -41,6 +37,9 @@ from forgekit.environment import require
 from forgekit.remote.remote_files import COMPRESSED, File, RemoteFile, opened
 from forgekit.remote.urls import Url, fs_of, location_of, retried
 
+At: TypeAlias = "tuple[int, int]"
+"""A position in a file: bytes, characters or rows read; and lines, elements or rows so far."""
+
 Paths: TypeAlias = "str | os.PathLike[str] | Iterable[str | os.PathLike[str]]"
 
 SUFFIXES = (
@@ -52,11 +51,7 @@ SUFFIXES = (
 
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 JSON = (*JSON_LINES, ".json")
-TABLES = {".csv": ",", ".tsv": "\t"}
-"""Tables in text, by their delimiter."""
-
-BEGINNING = 2**10
-"""Bytes of a first line that say whether it begins an array."""
+TABLES = {".csv": ",", ".tsv": "\t"}  # and the delimiter
 
 DAMAGED = 2**62
 """The position in a file behind its damage, from which nothing more is read."""
@@ -71,26 +66,23 @@ def text_documents(
     """List documents in files and folders, in a fixed order.
 
     Args:
-        paths: Files and folders, or one of them; also URLs. JSON lines (``.jsonl``,
-            ``.ndjson``, ``.jsonlines``, ``.json``) give a document per line, an array in such a
-            file one per record, ``.parquet``, ``.csv`` and ``.tsv`` one per row; every other file,
-            also a ``.json`` of one object without the key, is one document. Files that end in
-            ``.gz``, ``.bz2``, ``.xz`` or (with pyarrow) ``.zst`` are decompressed. Folders
-            are searched for the usual suffixes of text and code, hidden files excepted, and not for
-            ``.json`` and tables. A file found twice counts once.
+        paths: Files, folders and URLs, or one of them. JSON lines (``.jsonl``, ``.ndjson``,
+            ``.jsonlines``, ``.json``) give a document per line, an array in such a file one per
+            record, ``.parquet``, ``.csv`` and ``.tsv`` one per row. Every other file, also a
+            ``.json`` of one object without the key, is one document. ``.gz``, ``.bz2``, ``.xz`` and
+            (with pyarrow) ``.zst`` are decompressed. Folders are searched for the usual suffixes of
+            text and code, without hidden files, ``.json`` and tables. Each file is read once.
         text_key: Key of the text in a record of JSON, or its column in a table.
-        errors: ``"raise"`` stops at a broken document, ``"skip"`` leaves it out; ``prepare`` and
-            ``stream_documents`` count and name what was left out.
+        errors: ``"raise"`` stops at a broken document, ``"skip"`` leaves it out.
 
     Returns:
-        The documents; iterating reads pairs of name and text, one at a time, each time again.
-        Documents without text are left out.
+        The documents; each iteration reads pairs of name and text, one at a time, and leaves out
+        those without text.
 
     Raises:
         FileNotFoundError: If a path does not exist, or a folder holds nothing to read.
-        ValueError: If ``errors`` is neither of the two. On reading, if a file or line is not UTF-8,
-            a line is not a JSON object with a string under ``text_key``, or a file of another
-            suffix begins with such an object.
+        ValueError: On reading, if a file or line is not UTF-8, a record has no string under
+            ``text_key``, or a file of another suffix begins with such a record.
 
     Examples:
         >>> import tempfile
@@ -104,30 +96,21 @@ def text_documents(
 
 
 def stdlib_documents() -> TextDocuments:
-    """List the sources of Python's standard library: 661 files, 11.8 MB, in Python 3.11.
-
-    Every machine with Python has them, so a first run needs no download. Tests and installed
-    packages are left out.
-    """
+    """List the sources of Python's standard library, 12 MB that need no download; no tests."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files: list[Path] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = (name for name in folders if name not in _NOT_LIBRARY)  # not looked into
-        files += (Path(folder, name).relative_to(root) for name in names if name.endswith(".py"))
-    return TextDocuments(tuple(root / file for file in sorted(files)))
+        folders[:] = {*folders} - _NOT_LIBRARY  # not looked into
+        files += (Path(folder, name) for name in names if name.endswith(".py"))
+    return TextDocuments(tuple(sorted(files)))
 
 
 @attrs.frozen
 class TextDocuments:
     """Documents in files; ``text_documents`` makes one.
 
-    A position is ``[file, within, number, seen]``: the file's number; the bytes or rows of it that
-    were read; its lines or rows so far; and the documents of all readers so far.
-
-    Attributes:
-        files: The files, in reading order.
-        text_key: Key of the text in JSON and parquet.
-        errors: Whether broken documents raise or are skipped.
+    A position is ``[file, *at, seen]``: the number of the file, the position in it, and the
+    documents of all readers so far.
     """
 
     files: tuple[File, ...] = attrs.field(repr=lambda files: f"<{len(files)} files>")
@@ -163,134 +146,122 @@ class TextDocuments:
     def _locate(self, position: Any, part: int, parts: int) -> Iterator[Located]:
         first, within, number, seen = position or (0, 0, 0, 0)
         begins = [0, *itertools.accumulate(file.stat().st_size for file in self.files)]
+        at = within, number
         for index, file in enumerate(self.files[first:], start=first):
-            located = _until_damage(_located(file, within, number, self.text_key), file)
-            for name, read, after, done in located:
+            for name, read, after, done in _located(file, at, self.text_key):
                 is_mine, seen = seen % parts == part, seen + 1
                 if is_mine:
                     bytes_read = min(begins[index] + done, begins[index + 1])
                     yield name, read, [index, *after, seen], bytes_read
-            within, number = 0, 0
+            at = 0, 0
 
 
 def json_objects(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the name and the record of each line of JSON, element of an array, or row of a table.
-
-    Raises:
-        ValueError: If a line is not UTF-8, or not one JSON object.
-    """
-    for name, read, *_ in _until_damage(_located(file, 0, 0, None), file):
+    """Yield name and record of each line of JSON, element of an array, or row of a table."""
+    for name, read, *_ in _located(file, (0, 0), None):
         record: Any = read()
         if not isinstance(record, dict):
-            raise ValueError(f"{name} is {brief(record)}; each must be one JSON object.")
+            raise ValueError(f"{name} is {brief(record)}; it must be a JSON object.")
         yield name, record
 
 
 def _kind_of(file: File, key: str | None) -> str:
-    """Say what a file is read as."""
+    """Name the format in which a file is read."""
     suffix = _plain_suffix(file)
-    if suffix not in JSON:
-        return suffix[1:] if suffix in (".parquet", *TABLES) else "text"
     try:
-        with opened(file) as stream:
-            return _kind_of_json(suffix, stream, key)
+        with opened(file) if suffix in JSON else nullcontext() as stream:
+            return _kind_by(suffix, stream, key)
     except Exception as error:
-        _damage_of(file, error)  # raises what is no damage; reading names that
+        _damage_of(file, error)  # raises other errors; reading names the damage
         return "JSON lines"
 
 
-def _kind_of_json(suffix: str, stream: BinaryIO, key: str | None) -> str:
-    """Say what a file of JSON is read as, by its suffix and its first line."""
-    pieces = iter(partial(stream.readline, BEGINNING), b"")
-    filled = (piece for piece in pieces if _without_bom(piece).strip())
+def _kind_by(suffix: str, stream: Any, key: str | None) -> str:
+    """Name a format by the suffix and, of JSON, by the first line."""
+    if suffix not in JSON:
+        return suffix[1:] if suffix in (".parquet", *TABLES) else "text"
+    pieces = iter(partial(stream.readline, 2**10), b"")  # an array may be one long line
+    plain = (piece.removeprefix(codecs.BOM_UTF8) for piece in pieces)
+    filled = (piece for piece in plain if piece.strip())
     line = next(filled, b"")
-    first = _without_bom(line).strip()
+    first = line.strip()
     if re.match(rb"\[\s*(\{|$)", first) or (suffix == ".json" and first.startswith(b"[")):
         return "JSON array"
     if suffix in JSON_LINES:
         return "JSON lines"
     line = line if line.endswith(b"\n") else line + stream.readline()
     try:
-        record = json.loads(_without_bom(line))
+        record = json.loads(line)
     except (ValueError, RecursionError):
-        return "text" if key or not first.startswith(b"{") else "JSON array"
-    is_record = isinstance(record, dict) and (key is None or key in record or any(filled))
+        return "text"
+    is_record = isinstance(record, dict) and (key in (None, *record) or any(filled))
     return "JSON lines" if is_record else "text"
 
 
-@contextmanager
-def _opened_as(file: File, key: str | None) -> Iterator[tuple[str, BinaryIO]]:
-    """Open a file at its beginning, once if that can be; say what it is read as."""
-    with opened(file) as stream:
-        suffix = _plain_suffix(file)
-        kind = _kind_of_json(suffix, stream, key) if suffix in JSON else _kind_of(file, key)
-        if stream.seekable():
-            stream.seek(0)
-            yield kind, stream
-            return
-    with opened(file) as stream:  # a zstd stream
-        yield kind, stream
+def _located(file: File, at: At, key: str | None) -> Iterator[Located]:
+    """Locate documents; damage is one more document, which cannot be read."""
+    try:
+        yield from () if at[0] == DAMAGED else _intact(file, at, key)
+    except Exception as error:
+        damage = _damage_of(file, error)
+
+        def read() -> str:
+            raise damage
+
+        yield str(file), read, (DAMAGED, 0), file.stat().st_size
 
 
-# A format locates documents from a position on: each reader parses its share. Without a key it
-# reads records, with one their texts. Positions in a file are pairs: bytes, characters or rows that
-# were read, and lines, elements or rows so far.
-
-
-def _located(file: File, position: int, number: int, key: str | None) -> Iterator[Located]:
-    if position == DAMAGED:
-        return
+def _intact(file: File, at: At, key: str | None) -> Iterator[Located]:
+    """Locate texts from a position on, without a key records; each reader parses its share."""
     suffix = _plain_suffix(file)
     if suffix == ".parquet":
-        yield from _rows(file, position, key)
+        yield from _rows(file, at[0], key)
         return
     if key is None or suffix in (*JSON, *TABLES):
-        with _opened_as(file, key) as (kind, stream):
+        with ExitStack() as opening:
+            stream = opening.enter_context(opened(file))
+            kind = _kind_by(suffix, stream, key)
             if key is None or kind != "text":
-                yield from _READERS.get(kind, _lines)(file, stream, position, number, key)
+                if stream.seekable():
+                    stream.seek(0)
+                else:  # a zstd stream
+                    stream = opening.enter_context(opened(file))
+                yield from _READERS.get(kind, _lines)(file, stream, at, key)
                 return
-    if key is not None and not position:
+    if key is not None and not at[0]:
         yield str(file), partial(_text_of_file, file, key), (1, 1), file.stat().st_size
 
 
-def _lines(
-    file: File, lines: BinaryIO, position: int, number: int, key: str | None
-) -> Iterator[Located]:
+def _lines(file: File, lines: BinaryIO, at: At, key: str | None) -> Iterator[Located]:
+    position, number = at
     _skip(lines, position)
     for line in lines:
         position, number = position + len(line), number + 1
-        if _without_bom(line).strip():
+        if line.removeprefix(codecs.BOM_UTF8).strip():
             name = f"{file}:{number}"
             yield name, partial(_record, line, name, key), (position, number), position
 
 
-def _array(
-    file: File, stream: BinaryIO, position: int, number: int, key: str | None
-) -> Iterator[Located]:
+def _array(file: File, stream: BinaryIO, at: At, key: str | None) -> Iterator[Located]:
     """Locate the elements of an array; its text is in memory as a whole, its values are not."""
-    text = stream.read().decode("utf-8-sig")
-    size, values = file.stat().st_size, json.JSONDecoder()
-    is_array = text.lstrip().startswith("[")
-    start = re.compile(r"\s*" + r"\[?" * is_array + r"\s*")
-    follows = re.compile(r"\s*(,\s*(?!\])|(?=\]))" if is_array else r"\s*")
-    position = position or start.match(text).end()  # pyright: ignore[reportOptionalMemberAccess]
-    while position < len(text) and text[position] != "]":
-        first, (_, end) = position, values.raw_decode(text, position)
+    text, size = stream.read().decode("utf-8-sig"), file.stat().st_size
+    begins, follows = re.compile(r"\s*\[\s*"), re.compile(r"\s*(,\s*(?!\])|(?=\]))")
+    position, number = at if at[0] else (begins.match(text).end(), 0)  # pyright: ignore[reportOptionalMemberAccess]
+    while not text.startswith("]", position):
+        first, (_, end) = position, json.JSONDecoder().raw_decode(text, position)
         if (behind := follows.match(text, end)) is None:
             raise json.JSONDecodeError("Expecting ',' or ']'", text, end)
         position, name = behind.end(), f"{file}[{number}]"
         number += 1
         read = partial(_record, text[first:end].encode(errors="surrogatepass"), name, key)
         yield name, read, (position, number), size * position // len(text)
-    if text[position + is_array :].strip() or (is_array and position == len(text)):
+    if text[position + 1 :].strip():
         raise json.JSONDecodeError("Expecting ']' at the end", text, position)
 
 
-def _table(
-    file: File, lines: BinaryIO, position: int, number: int, key: str | None
-) -> Iterator[Located]:
+def _table(file: File, lines: BinaryIO, at: At, key: str | None) -> Iterator[Located]:
     """Locate the rows of a table in text whose first row names its columns."""
-    read = 0
+    read, (position, number) = 0, at
 
     def decoded() -> Iterator[str]:
         nonlocal read
@@ -300,9 +271,9 @@ def _table(
                 raise csv.Error("it holds a NUL byte, so it is cut off, binary or in UTF-16")
             yield line.decode("utf-8-sig" if read == len(line) else "utf-8")
 
-    options: Any = {"delimiter": TABLES[_plain_suffix(file)], "strict": True}
-    rows = filter(None, _unlimited(csv.reader(decoded(), **options)))
-    columns = next(rows, [])
+    csv.field_size_limit(2**31 - 1)  # a cell may be a long document
+    rows = csv.DictReader(decoded(), delimiter=TABLES[_plain_suffix(file)], strict=True)
+    columns = rows.fieldnames or ()
     if key is not None:
         check_column(str(file), key, columns)
     if len(set(columns)) < len(columns):
@@ -311,36 +282,18 @@ def _table(
         _skip(lines, position - read)
         read = position
     for row in rows:
+        name = f"{file}[{number}]"
         number += 1
-        cells: dict[str, Any] = dict(zip(columns, row, strict=False))
-        is_whole = len(row) == len(columns)
-        name = f"{file}[{number - 1}]"
-        yield name, partial(_cell, name, key, cells, is_whole), (read, number), read
+        yield name, partial(_cell, name, key, row), (read, number), read
 
 
-def _unlimited(rows: Iterator[list[str]]) -> Iterator[list[str]]:
-    """Yield rows with cells of any length: the limit is the process's, and lifted for one row."""
-    row: list[str] | None = []
-    while row is not None:
-        with _ONE_LIMIT:
-            limit = csv.field_size_limit(2**31 - 1)
-            try:
-                row = next(rows, None)
-            finally:
-                csv.field_size_limit(limit)
-        yield row or []
-
-
-_ONE_LIMIT = threading.Lock()
-
-
-def _cell(name: str, key: str | None, cells: dict[str, Any], is_whole: bool) -> Any:
-    if not is_whole:
+def _cell(name: str, key: str | None, row: dict[Any, Any]) -> Any:
+    if None in row or None in row.values():  # as DictReader marks cells too many and too few
         raise ValueError(
-            f"{name} has not as many cells as the first row has columns: {brief(cells)}. "
+            f"{name} has not as many cells as the first row has columns: {brief(row)}. "
             "Quote cells that hold the delimiter, or remove the row."
         )
-    return cells if key is None else cells[key]
+    return row if key is None else row[key]
 
 
 def _skip(stream: BinaryIO, count: int) -> None:
@@ -358,26 +311,22 @@ def _rows(file: File, position: int, key: str | None) -> Iterator[Located]:
     with parquet.ParquetFile(source, memory_map=is_local, **options) as table:
         if key is not None:
             check_column(str(file), key, table.schema_arrow.names)
-        columns = None if key is None else [key]
-        first, rows = 0, table.metadata.num_rows
+        columns, first, rows = key and [key], 0, table.metadata.num_rows
         for group in range(table.num_row_groups):
             last = first + table.metadata.row_group(group).num_rows
             if position < last:  # a larger group is read in pieces
                 for batch in table.iter_batches(ROWS_AT_ONCE, row_groups=[group], columns=columns):
-                    for row in range(max(position, first), first + batch.num_rows):
-                        name, at = f"{file}[{row}]", row - first
-                        if key is None:
-                            read = batch.slice(at, 1).to_pylist()[0].copy
-                        else:
-                            read = partial(check_cell, name, key, batch[0][at].as_py())
+                    done = max(position - first, 0)
+                    for row, cells in enumerate(batch.slice(done).to_pylist(), start=first + done):
+                        name, read = f"{file}[{row}]", cells.copy
+                        if key is not None:
+                            read = partial(check_cell, name, key, cells[key])
                         yield name, read, (row + 1,) * 2, size * (row + 1) // rows
                     first += batch.num_rows
             first = last
 
 
-_READERS = MappingProxyType(
-    {"JSON lines": _lines, "JSON array": _array, "csv": _table, "tsv": _table}
-)
+_READERS = {"JSON lines": _lines, "JSON array": _array, "csv": _table, "tsv": _table}
 
 
 def _text_of_file(file: File, key: str) -> str:
@@ -388,44 +337,22 @@ def _text_of_file(file: File, key: str) -> str:
         raise _damage_of(file, error) from None
     if (position := content.find(0)) >= 0:
         raise ValueError(
-            f"{file} holds a NUL byte at position {position}: it is binary, or text in UTF-16. "
-            "Convert it (iconv -t UTF-8) or leave it out."
+            f"{file} holds a NUL byte at position {position}: it is binary or UTF-16. Convert it "
+            "(iconv -t UTF-8) or leave it out."
         )
     text = _utf8(content, str(file))
-    if isinstance(_first_value(text).get(key), str):
+    record = {}
+    with suppress(ValueError, RecursionError):
+        record = json.JSONDecoder().raw_decode(text)[0] if text.startswith("{") else {}
+    if isinstance(record.get(key), str):
         raise ValueError(
-            f"{file} begins with a record of JSON that has {brief(key)}, and its name does not say "
-            "so. Rename it to .jsonl, with a record per line."
+            f'{file} begins with a JSON record that has "{key}". Rename it to .jsonl, with one '
+            "record per line."
         )
     return text
 
 
-def _first_value(text: str) -> dict[str, Any]:
-    """Parse the object that a text begins with; empty if there is none."""
-    try:
-        return json.JSONDecoder().raw_decode(text)[0] if text.startswith("{") else {}
-    except (ValueError, RecursionError):
-        return {}
-
-
-def _without_bom(line: bytes) -> bytes:
-    return line.removeprefix(codecs.BOM_UTF8)
-
-
 def _record(line: bytes, name: str, key: str | None) -> Any:
-    record = _parse_line(line, name)
-    if key is None:
-        return record
-    if isinstance(record, dict) and isinstance(record.get(key), str):
-        return record[key]
-    named = json.dumps(key, ensure_ascii=False)
-    raise ValueError(
-        f"{name} has no string {named}; it is {brief(record)}. "
-        f'Each line must look like {{{named}: "..."}}.'
-    )
-
-
-def _parse_line(line: bytes, name: str) -> Any:
     text = _utf8(line.rstrip(), name)
     try:
         record = parse_json(text)
@@ -436,10 +363,15 @@ def _parse_line(line: bytes, name: str) -> Any:
         if isinstance(error, json.JSONDecodeError):  # its own text would say "line 1"
             problem = f"{error.msg.removesuffix(' at')} at column {error.colno}"
         raise ValueError(
-            f"{name} cannot be read as JSON: {problem}. "
-            "Each line must be one JSON object; mend the line or remove it."
+            f"{name} cannot be read as JSON: {problem}. Write one JSON object per line."
         ) from None
-    return record
+    if key is None:
+        return record
+    if isinstance(record, dict) and isinstance(record.get(key), str):
+        return record[key]
+    raise ValueError(
+        f'{name} has no string "{key}"; it is {brief(record)}. Pass its key as text_key.'
+    )
 
 
 def _utf8(content: bytes, name: str) -> str:
@@ -452,30 +384,12 @@ def _utf8(content: bytes, name: str) -> str:
         ) from None
 
 
-def _until_damage(located: Iterator[Located], file: File) -> Iterator[Located]:
-    """Yield what was located; damage is one more document, which cannot be read."""
-    try:
-        yield from located
-    except Exception as error:
-        damage = _damage_of(file, error)
-
-        def read() -> str:
-            raise damage
-
-        yield str(file), read, (DAMAGED, 0), file.stat().st_size
-
-
 def _damage_of(file: File, error: Exception) -> ValueError:
     """Name a damaged file; errors of the disk, which have a number, are raised as they are."""
-    pyarrow = sys.modules.get("pyarrow")
-    broken: Any = (EOFError, zlib.error, OSError, UnicodeError, json.JSONDecodeError, csv.Error)
-    lzma = sys.modules.get("lzma")
-    kinds = (
-        *broken,
-        *([lzma.LZMAError] if lzma else []),
-        *([pyarrow.ArrowException] if pyarrow else []),
-    )
-    if not isinstance(error, kinds) or getattr(error, "errno", None):
+    module = type(error).__module__.partition(".")[0]
+    is_of_reader = module in ("_csv", "_lzma", "json", "pyarrow", "zlib")
+    is_damage = is_of_reader or isinstance(error, EOFError | OSError | UnicodeError)
+    if not is_damage or getattr(error, "errno", None):
         raise error
     problem = " ".join(str(error).split()).rstrip(".")
     return ValueError(f"{file} cannot be read: {problem}. Write it again.")
@@ -483,50 +397,45 @@ def _damage_of(file: File, error: Exception) -> ValueError:
 
 def files_at(paths: Paths) -> list[File]:
     """List the files to read, each once, in a fixed order."""
-    named = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     unique: dict[File, File] = {}
-    for path in named:
+    for path in [paths] if isinstance(paths, str | os.PathLike) else paths:
         location = location_of("a path", path)
         is_local = isinstance(location, Path)
-        for file in _files_in(location) if is_local else _files_behind(location):
+        files, entries = _files_in(location) if is_local else _files_behind(location)
+        if entries is None:
+            raise FileNotFoundError(f"{location} does not exist; name an existing file or folder.")
+        if not files:
+            raise FileNotFoundError(
+                f"{location} holds no file to read among {entries} entries. Folders are searched "
+                f"for {SUFFIXES}; name other files themselves."
+            )
+        for file in files:
             unique.setdefault(file.resolve(), file)
     return list(unique.values())
 
 
-def _files_in(path: Path) -> list[Path]:
+def _files_in(path: Path) -> tuple[list[Path], int | None]:
+    """List a folder's files to read, and count all its entries; None if it does not exist."""
     if path.is_file():
-        return [path]
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; name an existing file or folder.")
+        return [path], 1
     entries = sorted(file.relative_to(path) for file in path.rglob("*"))
     files = [path / file for file in entries if _is_wanted(file) and (path / file).is_file()]
-    return files or _none_among(path, len(entries))
+    return files, len(entries) if path.exists() else None
 
 
-def _files_behind(url: Url) -> list[RemoteFile]:
+def _files_behind(url: Url) -> tuple[list[RemoteFile], int | None]:
     fs, root = fs_of(url)
     facts = retried(lambda: fs.find(root, detail=True), url)
     files = {PurePosixPath(name).relative_to(root): fact for name, fact in facts.items()}
-    if not files:
-        raise FileNotFoundError(f"{url} does not exist; name an existing file or folder.")
     is_file = list(files) == [PurePosixPath()]
     wanted = [file for file in sorted(files) if is_file or _is_wanted(file)]
     listed = ((url if is_file else url / file, files[file]) for file in wanted)
-    return [RemoteFile(u, fact["size"], _stamp(fact)) for u, fact in listed] or _none_among(
-        url, len(files)
-    )
+    return [RemoteFile(u, fact["size"], _stamp(fact)) for u, fact in listed], len(files) or None
 
 
 def _stamp(facts: dict[str, Any]) -> str:
     keys = ("ETag", "etag", "LastModified", "mtime", "created")
     return str(next((facts[key] for key in keys if facts.get(key)), ""))
-
-
-def _none_among(path: Path | Url, entries: int) -> Any:
-    raise FileNotFoundError(
-        f"{path} holds no file to read among {entries} entries. Folders are searched for "
-        f"{SUFFIXES}; name other files themselves."
-    )
 
 
 def _is_wanted(relative: PurePath) -> bool:

@@ -288,8 +288,8 @@ def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenF
         values = values[:]
         if checksums_of(values, _block_bytes(name, values.nbytes)) != checksums.get(name):
             raise ValueError(
-                f"{folder / name} has another checksum than {INDEX} says: its content has changed "
-                "since it was written. Write the token file again, or restore the file."
+                f"{folder / name} differs from its checksum in {INDEX}. Restore it, or write the "
+                "token file again."
             )
     starts = [0, *itertools.accumulate(counts[:-1])]
     eos_id, fingerprint, metadata = index["eos_id"], index["fingerprint"], index["metadata"]
@@ -309,8 +309,8 @@ def _remote(
         length = size // kind.itemsize if count is None else count
         if not length or size != length * kind.itemsize:
             raise ValueError(
-                f"{folder / name} has {sizes.get(name, 'no')} bytes, which are not what {INDEX} "
-                "names. Upload the token file again."
+                f"{folder / name} has {sizes.get(name, 'no')} bytes, not those that {INDEX} names. "
+                "Upload the token file again."
             )
         file, blocks = (folder / name, fs, f"{root}/{name}"), checksums.get(name, [])
         yield RemoteArray(*file, kind, length, blocks, _block_bytes(name, size), cache)
@@ -360,8 +360,7 @@ def _read_index(folder: Location) -> dict[str, Any]:
     file = folder / INDEX
     if (content := content_of(file)) is None:
         raise FileNotFoundError(
-            f"{folder} is not a token file: it has no {INDEX}. "
-            "forgekit.write_tokens and `forgekit prepare` make one."
+            f"{folder} is not a token file: it has no {INDEX}. `forgekit prepare` makes one."
         )
     try:
         index = json.loads(content)
@@ -369,8 +368,7 @@ def _read_index(folder: Location) -> dict[str, Any]:
         index = None
     if not isinstance(index, dict) or {**index, **KIND} != index:
         raise ValueError(
-            f"{file} is no index of {KIND['kind']} of version {KIND['version']}. Write the token "
-            "file again, or name another directory."
+            f"{file} is no index of {KIND['kind']} of version {KIND['version']}; write it again."
         )
     return index
 

@@ -84,9 +84,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         'to be'
     """
     if isinstance(texts, str):
-        raise TypeError(
-            "texts is one str, read letter by letter; pass an iterable of texts: [text]."
-        )
+        raise TypeError("texts is a str, which has letters for texts; pass [text].")
     check_integers(vocab_size=(vocab_size, SMALLEST_VOCAB, LARGEST_VOCAB))
     tokenizers = require("tokenizers", extra="text")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -128,16 +126,12 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """
     file = _file_at(path)
     if (content := content_of(file)) is None:
-        raise FileNotFoundError(
-            f"{file} does not exist. `forgekit prepare` writes one beside the tokens."
-        )
+        raise FileNotFoundError(f"{file} does not exist; `forgekit prepare` writes one.")
     tokenizers = require("tokenizers", extra="text")
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises nothing narrower
-        raise ValueError(
-            f"{file} is not a tokenizer: {error}. Expected what the tokenizers package saves."
-        ) from None
+        raise ValueError(f"{file} is no tokenizer of the tokenizers package: {error}.") from None
     tokenizer.encode_special_tokens = True
     return without_limits(tokenizer)
 
@@ -160,9 +154,7 @@ def end_of_text(path: str | os.PathLike[str]) -> str:
         try:
             end = json.loads(content_of(beside) or b"{}").get("eos_token")
         except (ValueError, AttributeError) as error:
-            raise ValueError(
-                f"{beside} is no JSON object: {error}. Mend it, or pass eos_token."
-            ) from None
+            raise ValueError(f"{beside} is no JSON object: {error}. Pass eos_token.") from None
         if end := end.get("content") if isinstance(end, dict) else end:
             return end
     return END_OF_TEXT
@@ -214,8 +206,8 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     if token in added:
         return added[token]
     raise ValueError(
-        f"the tokenizer has no token {brief(token)}; its special tokens are {quoted(added)}. "
-        "Name the one that closes a document: eos_token."
+        f"the tokenizer has no token {brief(token)}; its special tokens are {quoted(added)}. Pass "
+        "one as eos_token."
     )
 
 

@@ -118,7 +118,7 @@ def test_what_a_tensor_of_another_name_holds_is_declared_and_never_guessed():
     assert shard_sequence(apart, rank=1, world=2)["table"].equal(table[:, None])
     plain = batch.clone().update({"table": table})
     assert (shard_sequence(plain, rank=0, world=1) == plain).all()
-    with pytest.raises(ValueError, match=r'"table" has shape \(2, 8\) and ranks share the 8 pos'):
+    with pytest.raises(ValueError, match=r'"table" has shape \(2, 8\), and ranks share 8 pos'):
         shard_sequence(plain, rank=0, world=2)
 
 
@@ -140,13 +140,12 @@ BAD = {
     "a row has 3 positions, more than 2": lambda: pad_positions(full_batch(), 2),
     'batch has no "labels"': lambda: pad_positions(batch_of(input_ids=IDS), 4),
     "sample 1 has .*'b': .*; sample 0 has": lambda: collate([{"a": IDS}, {"a": IDS, "b": IDS}]),
-    r"with batch_size torch.Size\(\[1\]\)": lambda: apply_transforms(
+    r"must return a TensorDict with torch.Size\(\[2\]\)": lambda: apply_transforms(
         full_batch(), [lambda batch: batch[:1]]
     ),
-    "18 positions must be divisible by .* = 8 .*; .*16 and 24": lambda: shard_sequence(
+    "18 positions .* must be divisible by 8; .*16 and 24": lambda: shard_sequence(
         sequences(18), rank=0, world=4
     ),
-    "method is 'striped'": lambda: slice_positions(IDS, rank=0, world=3, method="striped"),
 }
 
 

@@ -133,15 +133,6 @@ def test_a_template_that_writes_todays_date_gives_the_same_rows_every_day():
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "with": [2, 2]}]}
 
 
-def test_tool_calls_are_trained_and_their_results_are_not():
-    chat = [USER, CALL, {"role": "tool", "content": "4"}, ANSWER]
-    (example,) = _encode(TOOLS, chat, tools=[{"name": "add"}])
-    text = _trained_text(_tokenizer(TOOLS), example)
-    assert text == (
-        '<call>{"name": "add", "with": [2, 2]}</call><|im_end|>Four, I think.<|im_end|>'
-    )
-
-
 @pytest.mark.parametrize("silent", [None, ""])
 def test_words_beside_a_tool_call_are_proved_whatever_stood_in_lines_before(silent):
     either = TOOLS.replace("m.content or ''", "m.content if not m.tool_calls")  # as Llama 3.1 does
@@ -181,32 +172,27 @@ def test_a_template_that_forgets_reasoning_is_refused_or_rendered_turn_by_turn()
 
 TO_PROVE = [USER, {**ANSWER, "content": "Four</s>, I think."}, *MORE]
 REFUSED = {  # a change of the template, and messages
-    r"message 1 with '.*<end>\\n', which holds no special": ("<|im_end|>", "<end>", TO_PROVE),
+    r"message 1 with '.*<end>\\n', which holds no special": ("<|im_end|>", "<end>"),
     "message 1 with '.*</s>, I think.', which holds no special": (
-        *("<|im_end|>", "{% if '</s>' not in m.content %}<|im_end|>{% endif %}", TO_PROVE),
+        *("<|im_end|>", "{% if '</s>' not in m.content %}<|im_end|>{% endif %}"),
     ),
-    r"ends message 0 with '.*<think>\\n', and message 1 does not go on": (
-        *("assistant\n{% endif", "assistant\n<think>\n{% endif", TO_PROVE),
+    r"ends message 0 with '.*<think>\\n', and message 1 does not continue": (
+        *("assistant\n{% endif", "assistant\n<think>\n{% endif"),
     ),
-    "other words in message 1 also change the text outside": (
-        *("<|im_end|>", "<|im_end|>{{ m.content | length }}", TO_PROVE),
-    ),
-    "or do not appear in it": (
-        *(WORDS, "{% if m.role == 'user' %}{{ m.content }}{% endif %}", TO_PROVE),
-    ),
-    'leaves out the call of "add" in message 1': ("", "", [USER, {**CALL, "content": ""}]),
-    "cannot be rendered: no": (WORDS, "{{ raise_exception('no') }}", TO_PROVE),
-    'no assistant\'s turn to train; its roles are "user"': ("", "", [USER]),
+    "message 1 also change the text outside": ("<|im_end|>", "<|im_end|>{{ m.content | length }}"),
+    "do not appear in it": (WORDS, "{% if m.role == 'user' %}{{ m.content }}{% endif %}"),
+    'omits the call of "add" in message 1': ("", "", [USER, {**CALL, "content": ""}]),
+    "cannot be rendered: no": (WORDS, "{{ raise_exception('no') }}"),
+    'no assistant turn to train; its roles are "user"': ("", "", [USER]),
     "messages hold 'hello'": ("", "", "hello"),
-    "hold .*image": ("", "", [{**USER, "content": [{"type": "image"}]}, ANSWER]),
 }
 
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_cannot_be_proved_is_refused(message):
-    text, other, messages = REFUSED[message]
+    text, other, *messages = *REFUSED[message], TO_PROVE
     with pytest.raises(ValueError, match=rf"^line:1:? .*{message}"):
-        _encode(CHATML.replace(text, other), messages)
+        _encode(CHATML.replace(text, other), messages[0])
 
 
 @pytest.mark.parametrize("adds", ["$A", "<s> $A", "<s> $A </s>"])
@@ -307,11 +293,8 @@ def test_both_answers_of_a_pair_are_neighbours_in_one_row(tmp_path, line):
     tokenizer = _tokenizer(CHATML)
     swapped = {**line, "chosen": line["rejected"], "rejected": line["chosen"]}
     rows = preference_dataset(_write(tmp_path / "a.jsonl", line, line, swapped), tokenizer, 128)
-    texts, numbers = [], []
-    for _, labels, number in _documents(rows):
-        texts.append(tokenizer.decode([label for label in labels if label != -100]).strip())
-        numbers.append(number % 2)
-    assert numbers == [0, 1] * 3
+    assert [number % 2 for *_, number in _documents(rows)] == [0, 1] * 3
+    texts = [text.strip() for text in _targets(rows, tokenizer)]
     good, bad = ("Four.</s>", "Five, I think.</s>")
     if not isinstance(line["chosen"], str):
         good, bad = (turn["content"] + "<|im_end|>" for turn in (ANSWER, MORE[1]))
@@ -350,12 +333,12 @@ CALLS = {  # how templates write the arguments
 }
 
 
-@pytest.mark.parametrize("write", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("case", CALLS)
 @pytest.mark.parametrize("kind", ["messages", "prompt", "chosen"])
-def test_arguments_as_json_are_those_of_the_object(write, kind):
+def test_arguments_as_json_are_those_of_the_object(case, kind):
     """In trained turns and prompts, whatever the template expects."""
     calls = "{% for c in m.tool_calls or [] %}{% set c = c.function or c %}<call>{{ c.name }} "
-    calls += "{% set a = c.arguments %}" + write + "</call>{% endfor %}"
+    calls += "{% set a = c.arguments %}" + CALLS[case] + "</call>{% endfor %}"
     tokenizer = _tokenizer(CHATML.replace(WORDS, "{{ m.content or '' }}" + calls))
 
     def document(arguments, nested=True, dump=False):
@@ -375,7 +358,6 @@ def test_arguments_as_json_are_those_of_the_object(write, kind):
 
     named = "".join(f"{k}={json.dumps(v, ensure_ascii=False)} " for k, v in ARGUMENTS.items())
     wanted = {"mapping": named, "concatenated": f"the {WRITTEN}"}
-    (case,) = (case for case in CALLS if CALLS[case] == write)
     wanted = f"<call>weather {wanted.get(case, WRITTEN)}</call><|im_end|>"
     compact = json.dumps(ARGUMENTS, separators=(",", ":"))
     for arguments in (ARGUMENTS, WRITTEN, f" {compact}\n"):
@@ -389,9 +371,7 @@ def test_arguments_as_json_are_those_of_the_object(write, kind):
     if case == "tojson":
         assert '<call>weather "plain words"</call>' in document("plain words")[0]
         assert "<call>weather [1]</call>" in document("[1]")[0]
-    with pytest.raises(
-        ValueError, match=r"line 0 has '\{\"city\": ' as arguments of a tool call, a"
-    ):
+    with pytest.raises(ValueError, match=r"line 0 has '\{\"city\": ' as arguments of a tool"):
         document('{"city": ')
 
 
@@ -414,13 +394,12 @@ def test_flags_say_which_turns_are_targets_and_others_are_refused(caplog):
 
     for key in SPELLINGS:
         for no, yes in ((0, 1), (0.0, 1.0), (False, True)):
-            assert targets({key: no}) == BOTH[1]
             assert targets({key: yes}, {key: no}) == BOTH[0]
             assert targets({key: None}, {key: yes}) == "".join(BOTH)
             assert targets({key: no}, turn=0) == "".join(BOTH)
-            with pytest.raises(ValueError, match="asks to train it; only turns of the assistant"):
+            with pytest.raises(ValueError, match="a flag to train it; only the assistant is"):
                 targets({key: yes}, turn=0)
-        with pytest.raises(ValueError, match=r'are "user".*, and their flags leave none. Remove'):
+        with pytest.raises(ValueError, match=r'are "user".*, and flags mask them all'):
             targets({key: 0}, {key: 0})
         for wrong in (0.5, "false", float("nan"), [1, 0]):
             with pytest.raises(ValueError, match=f'line 0: message 1 has .* as "{key}"; .* 0 or 1'):
@@ -432,14 +411,9 @@ def test_flags_say_which_turns_are_targets_and_others_are_refused(caplog):
             targets({unknown: 1})
     assert targets({}, train_on="last") == BOTH[1]
     assert targets({"weight": 0}, train_on="last") == BOTH[1]
-    with pytest.raises(ValueError, match="their flags leave none"):
+    with pytest.raises(ValueError, match="flags mask them all"):
         targets({}, {"weight": 0}, train_on="last")
-    for line in (
-        {"weight": 1},
-        {"mask_prompt": True},
-        {"train_on_inputs": False},
-        {"weight": None},
-    ):
+    for line in ({"weight": 1, "mask_prompt": True, "train_on_inputs": False}, {"weight": None}):
         assert targets({}, line=line) == "".join(BOTH)
     for line in ({"weight": 0}, {"mask_prompt": False}, {"train_on_inputs": True}, {"weight": 0.5}):
         with pytest.raises(ValueError, match=f"line 0 has .*{next(iter(line))}"):
@@ -498,8 +472,9 @@ def test_options_of_a_line_and_of_all_lines_reach_the_template(kind):
     assert thought.count(True) == len(thought) // 2
     with pytest.raises(ValueError, match='the chat template reads no "enable_thinkin", which'):
         rows({"enable_thinkin": False})
-    with pytest.raises(ValueError, match=r"line 0 has \{'tokenize': True\} as options of the chat"):
-        rows(tokenize=True)
+    for key in ("tokenize", "continue_final_message", "chat_template"):
+        with pytest.raises(ValueError, match="line 0: the messages cannot be rendered: "):
+            rows(**{key: True})
 
 
 TURNS = '"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": %s}]'
@@ -512,29 +487,23 @@ FILES = {  # content of a file, and the targets of its documents or the refusal
     "line separators in a text": (ONE.replace("Four.", "a\u2028b\x85"), ["a\u2028b\x85<|im_end|>"]),
     "escaped NUL": (ONE.replace("Four.", "a\\u0000b"), ["a\0b<|im_end|>"]),
     "NUL": (ONE.replace("Four.", "a\0b"), "cannot be read as JSON: Invalid control"),
-    "half a character": (
-        ONE.replace("Four.", "\\ud83d"),
-        "cannot be read as JSON: .*utf-8",
-    ),
-    "twice a key": (ONE.replace("{", '{"messages": [], ', 1), 'the key "messages" appears twice'),
+    "half a character": (ONE.replace("Four.", "\\ud83d"), "cannot be read as JSON: .*utf-8"),
+    "twice a key": (ONE.replace("{", '{"messages": [], ', 1), 'the key "messages" stands twice'),
     "NaN": (ONE.replace('Four."', 'Four.", "weight": NaN'), 'has nan as "weight"'),
     "null content": ("{" + TURNS % "null" + "}", ["<|im_end|>"]),
     "no content": (ONE.replace(', "content": "Four."', ""), ["<|im_end|>"]),
     "empty turn": (ONE.replace("Four.", ""), ["<|im_end|>"]),
     "white space around": (ONE.replace("Four.", " Four.\\n "), [" Four.\n <|im_end|>"]),
-    "no messages": ('{"messages": []}', "has no assistant's turn to train; its roles are nothing"),
+    "no messages": ('{"messages": []}', "has no assistant turn to train; its roles are nothing"),
     "null messages": ('{"messages": null}', 'the keys "messages"; a line to train on'),
     **{
         f"words under {key}": (
             ONE.replace('"content": "Four."', f'"{key}": "Four."'),
-            f'message 1 has no content, but "{key}", which nothing reads. Write',
+            f'message 1 has no content, but "{key}", which nothing reads',
         )
         for key in ("value", "text", "message", "refusal")
     },
-    "words under value beside a role": (
-        ONE.replace("Four.", 'a", "value": "b'),
-        ["a<|im_end|>"],
-    ),
+    "a value beside the content": (ONE.replace("Four.", 'a", "value": "b'), ["a<|im_end|>"]),
     "no role": (ONE.replace('"role": "user", ', ""), 'messages hold .* under "role"'),
 }
 SAID = {  # turns, and the targets
@@ -607,47 +576,36 @@ def test_lines_are_read_from_every_kind_of_file_and_dataset(tmp_path):
     plain = _write(tmp_path / "a.jsonl", *lines)
     wanted = chat_dataset(plain, tokenizer, 256).fingerprint
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
-    with pa.output_stream(str(tmp_path / "a.jsonl.zst"), compression="zstd") as compressed:
-        compressed.write(plain.read_bytes())
-    (tmp_path / "lines.json").write_bytes(plain.read_bytes())
     (tmp_path / "array.json").write_text("\ufeff " + json.dumps(lines, indent=1))
     table = pa.Table.from_pylist([{"tools": None, **line} for line in lines])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     dataset = datasets.Dataset(table)
     dataset.save_to_disk(tmp_path / "saved")
-    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in (USER, ANSWER)]
-    parts[0]["content"] = [USER["content"][:5], {"type": "text", "text": USER["content"][5:]}]
-    turns = {"user": "human", "assistant": "gpt"}
-    turns |= {"tool": "observation"}
+    turns = {"user": "human", "assistant": "gpt", "tool": "observation"}
 
-    def shared(messages):
-        moved = [{"from": turns[m["role"]], "value": m["content"], **m} for m in messages]
-        return [{k: v for k, v in m.items() if k not in ("role", "content")} for m in moved]
+    def in_parts(message):
+        text = message["content"]
+        return {**message, "content": text and [text[:3], {"type": "text", "text": text[3:]}]}
 
-    files = ["a.jsonl.gz", "a.jsonl.zst", "lines.json", "array.json", "a.parquet", "saved"]
-    others = (
-        [{**lines[0], "messages": parts}, lines[1]],
-        [
-            {"conversations": shared(lines[0]["messages"]), "tools": lines[0]["tools"]},
-            {"conversations": shared(lines[1]["messages"])},
-        ],
-    )
-    sources = [*(tmp_path / f for f in files), dataset, dataset.to_iterable_dataset(), *others]
-    for source in sources:
+    def shared(message):
+        named = {"from": turns[message["role"]], "value": message["content"], **message}
+        return {key: named[key] for key in named if key not in ("role", "content")}
+
+    parts = [{**line, "messages": [*map(in_parts, line["messages"])]} for line in lines]
+    turns_of = [{**line, "conversations": [*map(shared, line["messages"])]} for line in lines]
+    others = parts, [{**line, "messages": None} for line in turns_of], dataset.to_iterable_dataset()
+    files = ("a.jsonl.gz", "array.json", "a.parquet", "saved")
+    for source in [*(tmp_path / file for file in files), dataset, *others]:
         assert chat_dataset(source, tokenizer, 256).fingerprint == wanted, source
-    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
-    with pytest.raises(
-        ValueError, match=r"a.parquet cannot be read: Parquet magic bytes not found"
-    ):
-        chat_dataset(tmp_path / "a.parquet", tokenizer, 64)
     with pytest.raises(ValueError, match='the dataset has the splits "train"; pass one'):
         chat_dataset(datasets.DatasetDict(train=dataset), tokenizer, 64)
-    (tmp_path / "array.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"array.json\[0\] is 1; each must be one JSON object"):
-        chat_dataset(tmp_path / "array.json", tokenizer, 64)
-    (tmp_path / "array.json").write_text("[1")
-    with pytest.raises(ValueError, match=r"array.json cannot be read: Expecting"):
-        chat_dataset(tmp_path / "array.json", tokenizer, 64)
+    for text, message in (
+        ("[1]", r"\[0\] is 1; it must be"),
+        ("[{}", " cannot be read: Expecting"),
+    ):
+        (tmp_path / "array.json").write_text(text)
+        with pytest.raises(ValueError, match=f"array.json{message}"):
+            chat_dataset(tmp_path / "array.json", tokenizer, 64)
 
 
 LONG = {"prompt": "a" * 99, "completion": "b"}
@@ -656,7 +614,6 @@ DROP = partial(chat_dataset, long="drop")
 LINES = {
     'a.jsonl:1 has the keys "text"; a line': (DROP, {"text": "a"}),
     "'a' as prompt and .* as completion": (DROP, {"prompt": "a", "completion": [ANSWER]}),
-    r"a.jsonl:1 is \[1\]; each must be": (DROP, [1]),
     "nothing is supervised: 0 examples of 1 lines.*1 dropped": (DROP, LONG),
     'has the keys "prompt", "chosen"; a preference': (preference_dataset, PAIR),
     r"a.jsonl:1 has \d+ tokens; a row has 16": (preference_dataset, PAIRS["messages"]),
@@ -667,7 +624,7 @@ LINES = {
     'hold .*\'function_call\'.* "from" may be "human", "gpt"': (
         *(DROP, {"conversations": [{"from": "function_call", "value": "a"}]}),
     ),
-    'a.jsonl:1 has a "system" and a first message of the system. Keep': (
+    'a.jsonl:1 has a "system" and a first message of the system': (
         *(DROP, {"messages": [{"role": "system", "content": "a"}, USER, ANSWER], "system": "a"}),
     ),
     "long is 'truncate'": (partial(preference_dataset, long="truncate"), LONG),

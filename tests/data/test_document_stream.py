@@ -180,9 +180,8 @@ def test_a_thread_goes_on_when_it_was_closed_and_its_errors_arrive():
 
 
 BAD = {
-    "workers 2 must be at most 1": {"workers": 2},
-    "list_iterator; it must be a source": {"documents": iter([[1]])},
-    "reader 0 of 1 found no document .0 are broken": {"documents": [[]]},
+    "documents is a list_iterator; pass a list": {"documents": iter([[1]])},
+    "reader 0 of 1 has no document .0 are broken": {"documents": [[]]},
     r"document 0 is <U1 of shape \(\)": {"documents": ["a"]},
 }
 

@@ -103,10 +103,10 @@ def test_a_stream_that_would_lose_documents_is_refused():
 
     shuffled = whole().to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=7)
     for dataset in (shuffled, shuffled.map(lambda row: row), shuffled.take(9)):
-        with pytest.raises(ValueError, match="has a shuffle buffer, and a resumed stream wo"):
+        with pytest.raises(ValueError, match="has a shuffle buffer, whose documents"):
             huggingface_documents(dataset)
     divided = split_dataset_by_node(whole().to_iterable_dataset(), 0, 2)
-    with pytest.raises(ValueError, match=r"divided by split_dataset_by_node before, .* Pass it w"):
+    with pytest.raises(ValueError, match=r"divided by split_dataset_by_node; pass it wh"):
         huggingface_documents(divided)
 
 

@@ -110,7 +110,7 @@ def test_a_loader_with_an_end_starts_anew_and_an_endless_one_goes_on():
     first = iter(finite)
     next(first)
     next(iter(finite))
-    with pytest.raises(RuntimeError, match=r"started again while an earlier loop .* Make a loader"):
+    with pytest.raises(RuntimeError, match=r"has one position and another loop restarted it"):
         next(first)
     finite.close()
 
@@ -287,12 +287,10 @@ def made(**options):
 
 BAD = {
     r"len\(dataset\) 0 must be at least 1": lambda: made(dataset=[]),
-    "start -1 must be at least 0": lambda: made(start=-1),
-    r"rank 2 must lie in range\(world=2\)": lambda: made(rank=2, world=2),
-    r"9 must be divisible by .* 3 data-parallel ranks = 6; the nearest are 6 and 12, or .* 1\.": (
+    "9 must be divisible by .* ranks = 6; the nearest are 6 and 12": (
         lambda: made(world=3).micro_batches(9)
     ),
-    r"this loader ends, .*: epochs=None\.": lambda: made(epochs=1).share(0, 4),
+    "need an endless loader, epochs=None": lambda: made(epochs=1).share(0, 4),
     "micro_batches 6 must be a multiple of 4": lambda: made().share(0, 6, multiple=4),
 }
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import tracemalloc
 from functools import partial
-from itertools import chain, product
 from unittest import mock
 
 import pytest
@@ -70,11 +69,11 @@ def test_every_nth_document_is_held_out_and_nothing_is_prepared_twice(source, tm
     assert again(vocab_size=301).is_new
     (tmp_path / "out" / "heldout" / "shard_00000.npy").write_bytes(b"")
     assert again(vocab_size=301).is_new
-    long = [(name, text) for name, text in text_documents(source) if len(text) > 100]
-    made = again(long)
-    assert texts_of(made.held_out, load_tokenizer(made.path)) == [text for _, text in long[2::3]]
-    assert not again(long.copy()).is_new
-    assert again(long[1:]).is_new
+    pairs = list(text_documents(source))
+    made = again(pairs)
+    assert texts_of(made.held_out, load_tokenizer(made.path)) == [TEXTS[2], TEXTS[5]]
+    assert not again(pairs.copy()).is_new
+    assert again(pairs[1:]).is_new
 
 
 def test_few_documents_are_cut_at_a_line_and_nothing_is_lost(tmp_path):
@@ -249,46 +248,33 @@ def test_one_process_at_a_time_prepares_a_folder_and_foreign_files_stay(source, 
     assert (tmp_path / "out" / "model.pt").exists()
 
 
-def beginning(normalizer=None, behind=""):
-    """A tokenizer whose own encoding begins each text with ``<s>``, id 260."""
+def beginning(normalizer=None, adds="<s> $A"):
+    """A tokenizer whose own encoding adds ``<s>``, id 260, and the like."""
     own = train_tokenizer(TEXTS, 260)
     own.add_special_tokens(["<s>", "</s>"])
     own.add_tokens(["lamp"])
     own.normalizer = normalizer
     specials = [("<s>", 260), ("</s>", 261)]
-    own.post_processor = TemplateProcessing(single=f"<s> $A{behind}", special_tokens=specials)
+    own.post_processor = TemplateProcessing(single=adds, special_tokens=specials)
     return own
 
 
-def begun(text, own, folder):
-    """The ids that transformers gives, and then one closing token."""
-    own.save(str(folder / "own.json"))
-    theirs = PreTrainedTokenizerFast(tokenizer_file=str(folder / "own.json"))
-    ids = theirs(text)["input_ids"]
-    return [*(ids[:-1] if ids[-1] == 261 else ids), 261]
-
-
-@pytest.mark.parametrize("behind", ["", " </s>"])
-def test_ids_are_those_of_transformers_and_begin_as_its_own(tmp_path, monkeypatch, behind):
+@pytest.mark.parametrize("adds", ["<s> $A", "<s> $A </s>"])
+@pytest.mark.parametrize("normalizer", [NFC(), None])
+def test_ids_are_those_of_transformers_and_begin_as_its_own(
+    tmp_path, monkeypatch, adds, normalizer
+):
     monkeypatch.setattr(encoding, "PIECE", 20)
+    file = str(tmp_path / "own.json")
+    beginning(normalizer, adds).save(file)
+    theirs, own = PreTrainedTokenizerFast(tokenizer_file=file), load_tokenizer(file)
     texts = ["cafe\u0301 and the lamp\r\n", "two " * 30, "x\ufeff\u0000"]
-    for normalizer in (NFC(), None):
-        own = beginning(normalizer, behind)
-        expected = [begun(text, own, tmp_path) for text in texts]
-        assert all(ids[0] == 260 for ids in expected)
-        given = {"tokenizer": tmp_path / "own.json", "eos_token": "</s>", "held_out_every": 4}
-        made = prepare([(t, t) for t in [*texts, "held"]], tmp_path / "out", **given)
-        assert made.train.read(0, made.train.tokens).tolist() == [*chain.from_iterable(expected)]
-        held_out = made.held_out.read(0, made.held_out.tokens).tolist()
-        assert held_out == begun("held", own, tmp_path)
-        loaded = load_tokenizer(tmp_path / "own.json")
-        stream = stream_documents(texts, 200, 1, tokenizer=loaded, eos_id=261, epochs=1)
-        (batch,) = stream
-        seen = batch["input_ids"][0][batch["labels"][0] != -100].tolist()
-        assert seen == [*chain.from_iterable(ids[:-1] for ids in expected)]
-    ids = begun("a<s>", own, tmp_path)
-    assert ids.count(260) == 2  # what transformers makes of a special token in a text
-    (_, plain), *_ = encode_texts(load_tokenizer(tmp_path / "own.json"), [("", "a<s>")])
+    for text, ids in encode_texts(own, [(text, text) for text in texts]):
+        expected = theirs(text)["input_ids"]
+        assert ids.tolist() == (expected[:-1] if "</s>" in adds else expected)
+        assert ids[0] == 260
+    assert theirs("a<s>")["input_ids"].count(260) == 2  # a special token in a text
+    ((_, plain),) = encode_texts(own, [("", "a<s>")])
     assert plain.tolist().count(260) == 1
 
 
@@ -307,23 +293,19 @@ DIRECTORIES = {  # files beside tokenizer.json
 
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_documents_begin_and_end_as_the_tokenizer_of_a_directory_says(tmp_path, name):
-    for number, (adds, said) in enumerate(
-        product(
-            ("$A", "<s> $A", "<s> $A </s>"), ({}, {"add_bos_token": True}, {"add_bos_token": False})
-        )
-    ):
+    settings = {
+        "$A": {"add_bos_token": True},
+        "<s> $A": {"add_bos_token": False},
+        "<s> $A </s>": {},
+    }
+    for number, (adds, said) in enumerate(settings.items()):
         folder = tmp_path / str(number)
         folder.mkdir()
-        own = train_tokenizer(TEXTS, 260)
-        own.add_special_tokens(["<s>", "</s>"])
-        if adds != "$A":
-            specials = [("<s>", 260), ("</s>", 261)]
-            own.post_processor = TemplateProcessing(single=adds, special_tokens=specials)
-        own.save(str(folder / "tokenizer.json"))
+        beginning(adds=adds).save(str(folder / "tokenizer.json"))
         files = DIRECTORIES[name]
         for file in (*files, *(["tokenizer_config"] if said else [])):
-            settings = said if file == "tokenizer_config" else {}
-            (folder / f"{file}.json").write_text(json.dumps({**files.get(file, {}), **settings}))
+            also = said if file == "tokenizer_config" else {}
+            (folder / f"{file}.json").write_text(json.dumps({**files.get(file, {}), **also}))
         theirs = AutoTokenizer.from_pretrained(folder)
         end = 0 if theirs.eos_token_id is None else theirs.eos_token_id
         expected = [theirs(text)["input_ids"] for text in ("one", "two")]
@@ -355,7 +337,7 @@ def test_the_end_that_a_directory_names_is_part_of_what_was_made(tmp_path):
         made(tokenizer=tmp_path)
     for broken in ("[]", "{"):
         settings.write_text(broken)
-        with pytest.raises(ValueError, match=r"_config.json is no JSON object: .*pass eos_token"):
+        with pytest.raises(ValueError, match=r"_config.json is no JSON object: .*Pass eos_token"):
             stream_documents(pairs, 4, 1, tokenizer=tmp_path)
         assert made(tokenizer=tmp_path, eos_token="<s>").train.eos_id == 260
 
@@ -378,5 +360,5 @@ def test_a_token_that_begins_documents_is_part_of_what_was_made(tmp_path, monkey
     assert prepare(pairs, tmp_path / "out", **given).is_new
     assert not prepare(pairs, tmp_path / "out", **given).is_new
     stream().load_state_dict(stream().state_dict())
-    with pytest.raises(ValueError, match="the stream's position is in other documents"):
+    with pytest.raises(ValueError, match="the position is in other documents"):
         stream().load_state_dict(position)

@@ -65,7 +65,8 @@ if __name__ == "__main__":
             time.sleep(0.01)
         for _ in range(50):
             next(batches)
-    print(stop.reason, flush=True)
+        print(stop.reason, flush=True)
+        time.sleep(600)
 """
 
 
@@ -75,17 +76,14 @@ def of_group(pid):
     return sum(int(group) == pid and not state.startswith("Z") for group, state in found)
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGKILL"])
-def test_workers_go_on_after_ctrl_c_and_end_with_a_process_that_was_killed(tmp_path, name):
+def test_workers_go_on_after_ctrl_c_and_end_with_a_process_that_was_killed(tmp_path):
     (tmp_path / "reader.py").write_text(READER)
     command = [sys.executable, str(tmp_path / "reader.py")]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as reader:
+    options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, **options) as reader:
         assert reader.stdout.readline() == "reads 1\n"
-        if name == "SIGINT":
-            os.killpg(reader.pid, signal.SIGINT)
-            assert (reader.stdout.read(), reader.wait()) == ("SIGINT\n", 0)
+        os.killpg(reader.pid, signal.SIGINT)
+        assert reader.stdout.readline() == "SIGINT\n"
         reader.kill()
         deadline = time.monotonic() + 20
         while (left := of_group(reader.pid)) and time.monotonic() < deadline:
