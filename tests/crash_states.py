@@ -215,14 +215,11 @@ class Disk:
 
     def _namespaces(self) -> Iterator[dict[Key, int]]:
         loose = [number for number, change in enumerate(self.changes) if change.unsynced]
+        sizes = range(len(loose) + 1)
         if len(loose) <= MOST_SUBSETS:
-            chosen = [
-                set(some)
-                for n in range(len(loose) + 1)
-                for some in itertools.combinations(loose, n)
-            ]
+            chosen = [set(some) for n in sizes for some in itertools.combinations(loose, n)]
         else:
-            chosen = [set(loose[:n]) for n in range(len(loose) + 1)]
+            chosen = [set(loose[:n]) for n in sizes]
             chosen += [set(loose) - {one} for one in loose] + [{one} for one in loose]
         for some in chosen:
             entries = dict(self.base)
@@ -274,7 +271,7 @@ def replay(log: Path, scratch: Path, load: Callable[[Path], Hashable]) -> int:
             if key not in results:
                 results[key] = _load(tree, scratch, load)
             assert results[key] in allowed, (
-                f"after {number} operations a crash may leave {_shown(tree)}, which loads "
+                f"after {number} operations a crash may leave {sorted(tree)}, which loads "
                 f"{results[key]!r} and not one of {allowed}"
             )
     return len(results)
@@ -312,10 +309,3 @@ def _clear(scratch: Path, kept: set[str]) -> None:
                 path.unlink()
             elif str(path.relative_to(scratch)) not in kept:
                 path.rmdir()
-
-
-def _shown(tree: dict[str, tuple[str, bytes]]) -> str:
-    return ", ".join(
-        f"{name} ({len(content)} bytes)" if kind == "file" else f"{name}/"
-        for name, (kind, content) in sorted(tree.items())
-    )

@@ -187,26 +187,20 @@ def test_directories_of_other_models_are_refused(saved):
             fk.load_huggingface(model, saved)
 
 
-def test_what_cannot_be_loaded_into_is_refused(saved, tmp_path):
+def test_what_cannot_be_loaded_into_is_refused(saved):
     change(saved / "config.json", tie_word_embeddings=True, vocab_size=None)
     with pytest.raises(fk.CheckpointError, match=r"/saved: TypeError: "):
         fk.huggingface_spec(saved)
     change(saved / "config.json", vocab_size=16)
     with pytest.raises(fk.CheckpointError, match=r"lm_head\.weight differs from model\.embed_tok"):
         fk.load_huggingface(fk.Transformer(attrs.evolve(SPEC, tied=True)), saved)
-    for use in (fk.load_huggingface, fk.save_huggingface):
-        with pytest.raises(TypeError, match=r"^model is a Linear; pass names=NameMap\(rules, mod"):
-            use(torch.nn.Linear(2, 2), saved)
     with torch.device("meta"):
         model = fk.Transformer(SPEC)
     with pytest.raises(ValueError, match=r"^'embedding\.weight' is on meta and has no memory"):
         fk.load_huggingface(model, saved)
-    with pytest.raises(fk.CheckpointError, match=r"gone/config\.json cannot be read: No such"):
-        fk.load_huggingface(fk.Transformer(SPEC), tmp_path / "gone")
 
 
 EXPORTS = [
-    ({}, "gpt2", r"^like is 'gpt2', neither a directory nor "),
     ({}, "qwen3", r"^Qwen3ForCausalLM does not compute this spec: qk_norm True there and False"),
     ({"router": "sigmoid"}, None, r"LlamaForCausalLM does not .* Dots1ForCausalLM does"),
     ({"capacity": 1}, None, r"moe\.capacity is 1, and it drops no"),
@@ -276,13 +270,12 @@ RULES = [
         lambda: [split(["a.0.w", "b"], "y"), rename("a.1.w", "z")],
         r"^\{'a\.0\.w': \(4, 3\), 'b': \(2,\)\} do not fill 'y' of shape",
     ),
-    (lambda: [rename("a.*.w", "x.w")], r"^patterns of a rule must have the same number of \*; the"),
     (lambda: [stack(join("a.*.w", ["x.*.{}.v", "x.*.{}.w"]))], r"^stack takes the first dimension"),
+    (lambda: [BOTH[0], pad(BOTH[1], 3)], r"^'b' has 2 rows and pad asks for 3"),
     (
         lambda: [BOTH[0], join("b", ["b.0", "b.1", "b.2"])],
         r"^'b' of shape \(2,\) cannot be split into 3 tensors of equal size along ",
     ),
-    (lambda: [BOTH[0], pad(BOTH[1], 3)], r"^'b' has 2 rows and pad asks for 3"),
 ]
 
 

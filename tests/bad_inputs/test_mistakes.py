@@ -15,28 +15,17 @@ from forgekit.cli import main
 from forgekit.config import keys_of, load_config, name_of
 
 COMMANDS = {
-    "a run that is not there": (
-        ["replay", "gone"],
-        "gone is no run directory. Name what a recipe's out= was.",
-    ),
-    "no recipe to verify": (
-        ["verify", "gone.py", "mesh.tp=2"],
-        "gone.py is not there; name a recipe's file, or one of `forgekit ls`.",
-    ),
-    "a folder as a recipe": (["diff", "."], ". is a folder; name a file that `forgekit cp` wrote."),
-    "a recipe without a set-up": (
-        ["verify", "minimal"],
-        "minimal.py has no Config, setup; a recipe that this command can set up has Config",
-    ),
+    "gone is no run directory": ["replay", "gone"],
+    "gone.py is not there": ["verify", "gone.py", "mesh.tp=2"],
+    ". is a folder": ["diff", "."],
+    "minimal.py has no Config, setup": ["verify", "minimal"],
 }
 
 
-@pytest.mark.parametrize(("arguments", "message"), COMMANDS.values(), ids=COMMANDS)
-def test_a_command_that_cannot_be_ends_with_code_2(
-    arguments, message, tmp_path, monkeypatch, capsys
-):
+@pytest.mark.parametrize("message", COMMANDS)
+def test_a_command_that_cannot_be_ends_with_code_2(message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
+    assert main(COMMANDS[message]) == 2
     shown = capsys.readouterr()
     assert message in shown.err
     assert shown.out == ""
@@ -81,20 +70,6 @@ def test_numbers_below_0_or_not_finite_end_with_code_2(recipe, capsys):
         assert re.search(rule, shown), setting
 
 
-TEXTS = {
-    "a.txt": (b"a\0b", r"a\.txt holds a NUL byte at position 1: it is binary, or text in"),
-    "a.jsonl": (b'{"text": "a", "text": "b"}', r'a\.jsonl:1 .* the key "text" appears twice'),
-}
-
-
-@pytest.mark.parametrize("name", TEXTS)
-def test_files_that_hold_no_text_are_named(tmp_path, name):
-    content, message = TEXTS[name]
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=message):
-        list(fk.data.text_documents(tmp_path))
-
-
 @pytest.mark.parametrize("use", [fk.data.text_documents, fk.data.open_tokens])
 def test_an_empty_path_is_not_the_current_folder(use):
     with pytest.raises(ValueError, match=r'is empty; name a file or folder\. "\." is the curr'):
@@ -103,10 +78,7 @@ def test_an_empty_path_is_not_the_current_folder(use):
 
 LOSSES = {
     "does not depend on any trainable param": lambda total: fk.Loss(total.detach(), 1),
-    "a loss has a sum, count or metric of shape .* Sum it first": lambda total: fk.Loss(
-        total, 1, {"a": torch.ones(3)}
-    ),
-    r"^a loss reports \['lr'\].*; rename": lambda total: fk.Loss(total, 1, {"lr": 1.0}),
+    "metric of shape .* Sum it first": lambda total: fk.Loss(total, 1, {"a": torch.ones(3)}),
 }
 
 

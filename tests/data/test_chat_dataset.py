@@ -488,7 +488,7 @@ FILES = {  # content of a file, and the targets of its documents or the refusal
     "escaped NUL": (ONE.replace("Four.", "a\\u0000b"), ["a\0b<|im_end|>"]),
     "NUL": (ONE.replace("Four.", "a\0b"), "cannot be read as JSON: Invalid control"),
     "half a character": (ONE.replace("Four.", "\\ud83d"), "cannot be read as JSON: .*utf-8"),
-    "twice a key": (ONE.replace("{", '{"messages": [], ', 1), 'the key "messages" stands twice'),
+    "twice a key": (ONE.replace("{", '{"messages": [], ', 1), 'the key "messages" appears twice'),
     "NaN": (ONE.replace('Four."', 'Four.", "weight": NaN'), 'has nan as "weight"'),
     "null content": ("{" + TURNS % "null" + "}", ["<|im_end|>"]),
     "no content": (ONE.replace(', "content": "Four."', ""), ["<|im_end|>"]),
