@@ -170,7 +170,7 @@ def _evaluate_one(
     result["targets"] = totals["targets"]
     if bytes_per_token is not None:
         result["bits_per_byte"] = loss / (math.log(2) * bytes_per_token)
-    return result | mean_metrics(totals)
+    return result | mean_metrics(totals.sums)
 
 
 def _check_tokenizers(state: TrainState, sets: Mapping[str, Any], trained_on: Any) -> None:

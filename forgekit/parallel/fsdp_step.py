@@ -48,16 +48,20 @@ class FsdpStep:
         check_choice("sync", sync, SYNCS)
         self.walked = walk(roots)
         self.modules: list[Any] = [one for one in self.walked if isinstance(one, FSDPModule)]
-        self._groups = [group for module in self.modules for group in groups_of(module)]
-        # FSDP's records of the parameters that it shards.
-        self._records = [record for group in self._groups for record in group.fsdp_params]
+        self._groups: list[Any] = []
+        self._records: list[Any] = []  # FSDP's, of the parameters that it shards
+        for module in self.modules:
+            for group in groups_of(module):
+                self._groups.append(group)
+                self._records += group.fsdp_params
         self._sync: Sync = sync
         self._is_set_for: bool | None = None
 
     def begin(self) -> None:
         """Bring FSDP to rest and forget all gradients, in place, whatever ran before."""
-        reset_iteration(self.modules)
-        release(self.modules)
+        if self.modules:
+            reset_iteration(self.modules)
+            release(self.modules)
         for module in self.modules:
             sum_gradients(module)
         self._is_set_for = None
@@ -67,7 +71,7 @@ class FsdpStep:
 
     def before_forward(self, is_last: bool) -> None:
         """Say whether the coming backward is a step's last, which reduces all gradients."""
-        if is_last is not self._is_set_for:
+        if self.modules and is_last is not self._is_set_for:
             self._is_set_for = is_last
             _set_sync(self.modules, self._sync, is_last)
 
@@ -78,6 +82,8 @@ class FsdpStep:
             number: Of the micro-batch in its step, from 0.
             is_last: As in ``before_forward``.
         """
+        if not self.modules:
+            return
         if number == 0:
             if any("_unsharded_param" not in vars(record) for record in self._records):
                 _gather_skipped(self.modules)
@@ -94,6 +100,8 @@ class FsdpStep:
         Returns:
             Names of parameters whose gradients FSDP still holds back.
         """
+        if not self.modules:
+            return []
         if not is_reduced:
             _add_zeros(self._records, to_all=self._sync == "hsdp_last")
             _set_sync(self.modules, self._sync, is_last=True)

@@ -27,21 +27,21 @@ from forgekit.parallel.layout import size_of, world_of
 from forgekit.state import TrainState
 from forgekit.steps.experts import StepRouters
 from forgekit.steps.micro_batch import (
+    Listed,
     LossFn,
     check_loss,
     check_output,
     compute_loss,
     explaining,
-    first_number_of,
     length_of,
     mixing_tensors,
     samples_of,
     seed_micro_batch,
+    share_of,
     take_part,
-    whole_of,
 )
 from forgekit.steps.pipelined import accumulate_staged
-from forgekit.steps.ranges import NOTHING, named, ranged
+from forgekit.steps.ranges import named, ranged
 from forgekit.steps.totals import LossSums, Totals, parameters_of
 
 
@@ -168,7 +168,7 @@ class StepInProgress:
             ValueError: If it has not.
         """
         if self._totals is None:
-            raise ValueError(f"the step is {self._phase}, and its totals come with its end.")
+            raise ValueError(f"the step is {self._phase}; totals come with its end.")
         return self._totals
 
     def add(
@@ -197,7 +197,8 @@ class StepInProgress:
             raise ValueError("the last call of this step had last=True; end it, or leave that out.")
         self._had_last = last
         layout, rows_before, done = self._state.layout, self._sums.rows, self.micro_batches
-        first_number = first_number_of(batches) + self._elsewhere
+        share = share_of(batches)
+        first_number = self._elsewhere + (0 if share is None else share.first_number)
         try:
             with mixing_tensors(layout), explaining():
                 if layout.stages is None:
@@ -209,17 +210,15 @@ class StepInProgress:
         except BaseException:
             self._abandon()
             raise
-        self._count_samples(batches, self.micro_batches - done, self._sums.rows - rows_before)
-
-    def _count_samples(self, batches: Iterable[TensorDictBase], count: int, rows: int) -> None:
-        """Count the rows of all data-parallel ranks, or the samples that the batches tell."""
-        _, world = data_ranks(self._state.mesh)
-        samples, whole = samples_of(batches), whole_of(batches)
-        self._samples += rows * world if samples is None else samples
-        self._rows_are_samples &= samples is None
-        if whole is not None:
-            self._shares += ((samples, whole),)
-            self._elsewhere += whole[0] - count
+        samples = samples_of(batches)
+        if samples is None:  # as many rows on each data-parallel rank
+            samples = (self._sums.rows - rows_before) * data_ranks(self._state.mesh)[1]
+        else:
+            self._rows_are_samples = False
+        self._samples += samples
+        if share is not None:
+            self._shares += ((samples, share.whole),)
+            self._elsewhere += share.whole[0] - (self.micro_batches - done)
 
     def _add_whole(
         self, batches: Iterable[TensorDictBase], loss_fn: LossFn, last: bool, first_number: int
@@ -229,8 +228,7 @@ class StepInProgress:
         for number, (batch, is_end) in enumerate(_with_last(batches), start=self.micro_batches):
             is_last = is_end and last
             sharded.before_forward(is_last)  # FSDP asks in forward whether backward reduces
-            looking = NOTHING if number else self._checking_outputs()
-            with named("forward"), self._routers.recording(), looking:
+            with named("forward"), self._around_forward(number):
                 part = take_part(batch, state.layout, device)
                 seed_micro_batch(state, first_number + number)
                 loss = check_loss(compute_loss(state.model, part, loss_fn))
@@ -309,16 +307,16 @@ class StepInProgress:
         if self._phase == "in progress" and self._steps.latest is not self:
             self._phase = "cleared"  # by another one that has begun
         if self._phase != "in progress":
-            raise ValueError(
-                f"this step is {self._phase}. A step is used until its end and before another one "
-                "begins; begin one with forgekit.begin_step(state)."
-            )
+            remedy = "use one until its end, and begin another with forgekit.begin_step(state)."
+            raise ValueError(f"this step is {self._phase}; {remedy}")
 
-    def _checking_outputs(self) -> AbstractContextManager[object]:
-        """In a run's first forward, refuse a model that returns what FSDP sees no tensors in."""
-        if self._state.agreed_names is not None:
-            return NOTHING
+    def _around_forward(self, number: int) -> AbstractContextManager[object]:
+        """Record what routers count; in a run's first forward, look at what modules return."""
+        recording = self._routers.recording()
+        if number or self._state.agreed_names is not None:
+            return recording
         hooks = ExitStack()
+        hooks.enter_context(recording)
         for module in (self._state.model, *self._sharded.modules):
             hooks.enter_context(module.register_forward_hook(check_output))
         return hooks
@@ -344,9 +342,8 @@ def count_ahead(
         The micro-batches as a list for ``accumulate``, and each name's ``[]`` float64 count over
         all micro-batches and data-parallel ranks; those that share a micro-batch count it once.
     """
-    pulled = _Listed(batches)
-    pulled.samples, pulled.whole = samples_of(batches), whole_of(batches)
-    pulled.first_number = first_number_of(batches)
+    pulled = Listed(batches)
+    pulled.source = batches
     device = state.targets.device
     counts = torch.zeros(len(counters), dtype=torch.float64, device=device)
     for batch in pulled:
@@ -360,33 +357,18 @@ def count_ahead(
     return pulled, dict(zip(counters, counts.unbind(), strict=True))
 
 
-class _Listed(list[TensorDictBase]):
-    """Micro-batches that were pulled ahead; keeps what they count."""
-
-    samples: int | None
-    first_number: int
-    whole: tuple[int, int] | None
-
-
 def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBase, bool]]:
     """Each micro-batch with whether it is the last; pulls ahead only where the size is unknown."""
-    size = length_of(batches)
-    if size is not None:
-        count = 0
+    if (size := length_of(batches)) is not None:
         for count, batch in enumerate(batches, start=1):
             yield batch, count == size
-        if count != size:  # gradients would not be reduced
-            raise ValueError(
-                f"{type(batches).__name__} has a len() of {size} and yielded {count}; len() must "
-                "count the micro-batches that it yields."
-            )
         return
-    iterator = iter(batches)
-    for batch in iterator:  # the first; the inner loop takes the others
-        previous = batch
-        for following in iterator:
+    previous = None
+    for batch in batches:
+        if previous is not None:
             yield previous, False
-            previous = following
+        previous = batch
+    if previous is not None:
         yield previous, True
 
 
@@ -396,17 +378,15 @@ def _check_parameters(state: TrainState, sharded: FsdpStep) -> None:
         return
     if names := sharded.hooked(state.model):
         raise ValueError(
-            f"{names[0]!r} has a gradient hook, which FSDP never calls: it sets gradients of "
-            "shards by itself. Remove the hook, and change parameter.grad between accumulate and "
-            "reduce_totals."
+            f"{names[0]!r} has a gradient hook, which FSDP never calls. Change parameter.grad "
+            "after accumulate and before reduce_totals instead."
         )
     held = parameters_of(state.optimizer)
     plain = [tuple(p.shape) for p in held if not isinstance(p, DTensor)]
     if plain and world_of(state.mesh) > 1:
         raise ValueError(
-            f"the optimizer holds {len(plain)} parameters (first: {plain[0]}) that are not "
-            "sharded, so their gradients would not be reduced. Add them to the model before "
-            "forgekit.parallelize(model, mesh)."
+            f"the optimizer holds {len(plain)} parameters (first: {plain[0]}) that are not sharded "
+            "nor their gradients reduced. Add them to the model before parallelize."
         )
 
 

@@ -20,7 +20,7 @@ EPS = 1e-6
 
 
 class Correction(NamedTuple):
-    """What is due to the raw gradient of a step.
+    """How to scale a step's raw gradients.
 
     Attributes:
         factor: ``[]`` float64 by which the raw gradient is multiplied; 0 for a bad step.
@@ -58,8 +58,9 @@ def clip(totals: Totals, max_norm: float = float("inf")) -> Correction:
         tensor(4., dtype=torch.float64)
     """
     check_max_norm(max_norm)
-    targets, norm = totals["targets"], totals["grad_sq"].sqrt()
-    scale, has_targets = totals["loss_scale"], targets > 0
+    sums = dict(totals.sums.items())
+    targets, norm, scale = sums["targets"], sums["grad_sq"].sqrt(), sums["loss_scale"]
+    has_targets = targets > 0
     divisor = scaled = torch.where(has_targets, scale * targets, scale)
     if max_norm < math.inf:  # `fmax` passes over NaN: the divisor of a bad step is a number too
         divisor = scaled.fmax(norm.add(scaled, alpha=EPS) / max_norm)
@@ -69,9 +70,10 @@ def clip(totals: Totals, max_norm: float = float("inf")) -> Correction:
 
 def is_finite(totals: Totals) -> Tensor:
     """Whether a step has a finite loss and a finite gradient, ``[]`` bool."""
-    square = totals["grad_sq"]
-    if totals.sums.get("loss", None) is not None:
-        square = square.add(totals["loss"], alpha=0)  # 0 times what is not finite is NaN
+    sums = dict(totals.sums.items())
+    square = sums["grad_sq"]
+    if "loss" in sums:
+        square = square.add(sums["loss"], alpha=0)  # 0 times what is not finite is NaN
     return square < math.inf  # False for NaN as well
 
 
@@ -105,10 +107,7 @@ class SpikeLimit:
     @least.validator  # pyright: ignore[reportAttributeAccessIssue]
     def _fits(self, _: Any, least: int) -> None:
         if least > self.window:
-            raise ValueError(
-                f"least is {least} good steps and window {self.window}; the window must hold them, "
-                "or no step would ever be judged."
-            )
+            raise ValueError(f"least is {least} steps; the window holds {self.window}.")
 
 
 def limit_spikes(
@@ -155,10 +154,5 @@ def limit_spikes(
 
 def _window(recent: Tensor | None, window: int, device: torch.device) -> Tensor:
     """The last steps, as many as asked for now; a checkpoint may hold another number."""
-    if recent is None:
-        recent = torch.empty(0, 2, dtype=torch.float64, device=device)
-    recent = recent.to(device)[-window:]
-    if len(recent) == window:
-        return recent
-    missing = recent.new_full((window - len(recent), 2), math.nan)
-    return torch.cat([missing, recent])
+    empty = torch.full((window, 2), math.nan, dtype=torch.float64, device=device)
+    return empty if recent is None else torch.cat([empty, recent.to(device)])[-window:]

@@ -210,7 +210,7 @@ class _LinearCrossEntropy(Function):
                 torch.mm(gradient, weight, out=grad_hidden[start : start + size])
             if grad_weight is not None:
                 part = keep_rows_(part.clone(), is_target)
-                _add_product(grad_weight, gradient, part, is_first=number == 0)
+                add_product_(grad_weight, gradient, part, is_first=number == 0)
         each = torch.cat(losses) if losses[1:] else losses[0]
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
@@ -305,9 +305,12 @@ def _gradient(
     return keep_rows_(p, is_target)
 
 
-def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor, *, is_first: bool) -> None:
+def add_product_(
+    total: Tensor, gradient: Tensor, hidden: Tensor, *, is_first: bool = False
+) -> None:
+    """Add ``gradient.T @ hidden`` in place; as the first, what the total holds is not read."""
     if total.dtype == gradient.dtype:
-        total.addmm_(gradient.T, hidden, beta=0 if is_first else 1)  # 0: what it holds is not read
+        total.addmm_(gradient.T, hidden, beta=0 if is_first else 1)
     elif is_first:
         total.copy_(gradient.T @ hidden)
     else:
@@ -434,9 +437,8 @@ def _check_mesh(name: str, values: Tensor) -> None:
     if isinstance(values, DTensor) and values.device_mesh.mesh_dim_names != (TENSOR,):
         raise ValueError(
             f"{name} is a DTensor over the mesh dimensions {values.device_mesh.mesh_dim_names}, "
-            f"not {TENSOR!r} alone, as a parameter is while FSDP has not gathered it: read it "
-            "inside forward, model(ids, head=partial(forgekit.linear_cross_entropy, "
-            "labels=labels))."
+            f"not {TENSOR!r} alone: FSDP has not gathered it. Read it inside forward, "
+            "model(ids, head=partial(forgekit.linear_cross_entropy, labels=labels))."
         )
 
 
@@ -448,7 +450,7 @@ def _columns(weight: Tensor) -> Columns | None:
     mesh, size = weight.device_mesh, weight.shape[0]
     if size % mesh.size():  # the last rank would take its columns for others
         raise ValueError(
-            f"weight has a vocabulary of {size}, which {mesh.size()} ranks share; their number "
-            f"must divide it; {nearest_multiples(size, mesh.size())}."
+            f"weight has a vocabulary of {size}, which {mesh.size()} ranks share; "
+            f"{nearest_multiples(size, mesh.size())}."
         )
     return Columns(mesh, mesh.get_local_rank() * (size // mesh.size()), size)

@@ -210,8 +210,8 @@ def _check_layout(model: Any) -> Layout:
         )
     if layout.context > 1:
         raise ValueError(
-            f"dpo_loss adds up whole answers, of which ranks that share a sequence (cp "
-            f"{layout.context}) hold slices. Use a mesh with cp=1."
+            f"dpo_loss adds up whole answers, and ranks of cp {layout.context} hold slices. Use a "
+            "mesh with cp=1."
         )
     return layout
 
@@ -244,9 +244,8 @@ def _sockets_of(model: nn.Module, reference: nn.Module | None) -> dict[str, dict
     layers = lora_layers(model)
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no adapters, so there is no reference in it. Pass a "
-            "frozen copy of it (reference=, in the dpo recipe reference=model), or add adapters: "
-            "forgekit.add_lora (there lora.rank=16)."
+            f"{type(model).__name__} has no adapters, so there is no reference in it. Pass "
+            "reference= (in the recipe reference=model), or add adapters (lora.rank=16)."
         )
     if merged := [name for name, layer in layers.items() if layer.bases]:
         raise ValueError(

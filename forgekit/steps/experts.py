@@ -36,9 +36,8 @@ def find_routed(modules: Iterable[nn.Module]) -> Transformer | None:
     routed = [m for m in modules if isinstance(m, Transformer) and m.spec.moe is not None]
     if len(routed) > 1:
         raise ValueError(
-            f"the model has {len(routed)} Transformers with experts, whose layers a step could "
-            "not tell apart. Keep all but one out of the model, such as a frozen reference in a "
-            "field of the state."
+            f"the model has {len(routed)} Transformers with experts, whose layers have the same "
+            "names. Keep one in the model, and a frozen reference in a field of the state."
         )
     return routed[0] if routed else None
 
@@ -78,12 +77,12 @@ class StepRouters:
             )
         return hooks
 
-    def sums(self) -> dict[tuple[str, str], Tensor]:
+    def sums(self) -> dict[str, dict[str, Tensor]]:
         """Add up what was noted; nothing for a dense model.
 
         Returns:
-            By ``("experts", name)`` float64 sums, with the model's layers as rows, those of other
-            pipeline stages too: ``counts`` ``[l e]``, the others ``[l]``.
+            Under ``"experts"`` float64 sums by name, with the model's layers as rows, those of
+            other pipeline stages too: ``counts`` ``[l e]``, the others ``[l]``.
 
         Raises:
             ValueError: If the loss function came to the experts without a call of the model.
@@ -98,10 +97,11 @@ class StepRouters:
         layers = self._routed.spec.routed.values()
         experts = self._routed.spec.moe.experts
         shapes = {"counts": (experts,), **dict.fromkeys((*NUMBERS, "calls"), ())}
-        return {
-            (EXPERTS, name): torch.stack([self._sum(layer, name, shape) for layer in layers])
+        sums = {
+            name: torch.stack([self._sum(layer, name, shape) for layer in layers])
             for name, shape in shapes.items()
         }
+        return {EXPERTS: sums}
 
     def _sum(self, layer: str, name: str, shape: tuple[int, ...]) -> Tensor:
         total = torch.zeros(shape, dtype=torch.float64, device=self._device)
@@ -121,7 +121,7 @@ class StepRouters:
 
 
 def rebalance(
-    model: nn.Module, sums: Mapping[Any, Tensor], is_good: Tensor, step: int, total: int | None
+    model: nn.Module, sums: Mapping[str, Any], is_good: Tensor, step: int, total: int | None
 ) -> None:
     """Move the balance of a model's routers by what all ranks counted in a step, in place.
 
@@ -132,9 +132,9 @@ def rebalance(
         step: Number of the step, from 0.
         total: Number of steps, for rates that depend on it.
     """
-    counts = sums.get((EXPERTS, "counts"), None)
-    routed = None if counts is None else find_routed(model.modules())
-    if counts is None or routed is None or routed.spec.moe is None:
+    noted = sums.get(EXPERTS, None)
+    routed = None if noted is None else find_routed(model.modules())
+    if noted is None or routed is None or routed.spec.moe is None:
         return
     rate = routed.spec.moe.rate(step, total)
     rows = {layer: row for row, layer in enumerate(routed.spec.routed.values())}
@@ -142,10 +142,10 @@ def rebalance(
         if isinstance(layer, MoE):
             router = layer.router
             own = rate if router.weight.requires_grad else 0.0  # frozen, with its bias
-            router.rebalance(counts[rows[router.layer]], is_good, own)
+            router.rebalance(noted["counts"][rows[router.layer]], is_good, own)
 
 
-def expert_metrics(sums: Mapping[Any, Tensor], layers: Sequence[str] = ()) -> dict[str, Tensor]:
+def expert_metrics(sums: Mapping[str, Any], layers: Sequence[str] = ()) -> dict[str, Tensor]:
     """Turn what a step's routers noted into the numbers that one reports.
 
     Args:
@@ -159,20 +159,19 @@ def expert_metrics(sums: Mapping[Any, Tensor], layers: Sequence[str] = ()) -> di
         of choices beyond capacity; ``moe/bias_range``: the widest of all layers; ``moe/aux_loss``
         and ``moe/z_loss``: means over positions and layers, unweighted.
     """
-    if sums.get((EXPERTS, "counts"), None) is None:  # a TensorDict knows no `in`
+    if (noted := sums.get(EXPERTS, None)) is None:
         return {}
-    by_name = {name: sums[EXPERTS, name] for name in ("counts", *NUMBERS, "calls")}
-    counts = by_name["counts"]
+    counts = noted["counts"]
     mean = counts.mean(-1)
     metrics = {
         "moe/load_max": (counts.amax(-1) / mean).amax(),
         "moe/load_min": (counts.amin(-1) / mean).amin(),
-        "moe/dropped": 1.0 - by_name["kept"].sum() / counts.sum(),
-        "moe/bias_range": (by_name["bias_range"] / by_name["calls"]).amax(),
-        "moe/aux_loss": by_name["aux_loss"].sum() / by_name["positions"].sum(),
-        "moe/z_loss": by_name["z_loss"].sum() / by_name["positions"].sum(),
+        "moe/dropped": 1.0 - noted["kept"].sum() / counts.sum(),
+        "moe/bias_range": (noted["bias_range"] / noted["calls"]).amax(),
+        "moe/aux_loss": noted["aux_loss"].sum() / noted["positions"].sum(),
+        "moe/z_loss": noted["z_loss"].sum() / noted["positions"].sum(),
     }
     for row, layer in enumerate(layers):
-        each = expert_metrics({(EXPERTS, n): value[row : row + 1] for n, value in by_name.items()})
+        each = expert_metrics({EXPERTS: {n: value[row : row + 1] for n, value in noted.items()}})
         metrics |= {f"{name}/{layer}": value for name, value in each.items()}
     return metrics

@@ -109,8 +109,7 @@ def _matches(names: list[str], patterns: Sequence[str]) -> dict[str, list[str]]:
     matches = {p: [name for name in names if fnmatchcase(name, p)] for p in patterns}
     if missing := [pattern for pattern, members in matches.items() if not members]:
         raise ValueError(
-            f"the patterns {missing} match no parameter; the first parameters are {names[:4]}. "
-            "A pattern is a name with * and ?, as 'layers.0.*'."
+            f"the patterns {missing} match no parameter; use 'layers.0.*' or {names[:4]}."
         )
     return matches
 

@@ -80,10 +80,9 @@ class Loss:
         problem = self.problem or other.problem
         if self.count is not other.count and self.count != other.count:
             problem = (
-                f"cannot add losses with counts {int(self.count)} and {int(other.count)}: a "
-                "step divides by one count. Use loss.with_mean(aux, weight) to weight a "
-                "micro-batch mean by its targets (token_weighted), or forgekit.count_ahead to "
-                "rescale by the step's true counts."
+                f"cannot add losses with counts {int(self.count)} and {int(other.count)}. Use "
+                "loss.with_mean(aux, weight) for a mean weighted by targets (token_weighted), or "
+                "forgekit.count_ahead to rescale by the step's true counts."
             )
             if not dist.is_initialized() or dist.get_world_size() == 1:
                 raise ValueError(problem)
@@ -199,7 +198,7 @@ def _split(loss: Loss, batch: TensorDictBase, sources: int) -> Tensor:
     if loss.rows is None:
         raise ValueError(
             "the loss has no rows to tell sources apart; return Loss(sum, count, rows=(sums, "
-            "counts)) with tensors [b], as forgekit.cross_entropy does for labels [b s]."
+            "counts)), [b] each, as forgekit.cross_entropy does."
         )
     rows = torch.stack([part.detach().double() for part in loss.rows])
     return rows.new_zeros(2, sources).index_add_(1, batch["source"].to(rows.device), rows)
@@ -251,7 +250,6 @@ def check_labels(labels: Tensor, vocab_size: int) -> None:
     limits = torch.iinfo(dtype) if is_integer else None
     if limits is None or limits.min > IGNORED or limits.max < vocab_size - 1:
         raise TypeError(
-            f"labels hold {dtype}, in which not all of {IGNORED} and the ids up to "
-            f"{vocab_size - 1} have a value of their own: they would wrap around or be rounded. "
+            f"labels are {dtype}, which cannot hold {IGNORED} and every id up to {vocab_size - 1}. "
             "Make them labels.long() before masking, and move a batch with .to(device) only."
         )

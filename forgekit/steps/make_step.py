@@ -107,17 +107,17 @@ def make_step(
         totals = reduce_totals(totals, state, settings=options if audit else None)
         for name, voter in voters.items():
             voter.receive(totals[name])
-        hook_metrics = {} if gradient_hook is None else gradient_hook(state, totals)
+        hook_metrics = None if gradient_hook is None else gradient_hook(state, totals)
         correction = clip(totals, max_norm=max_norm)
-        if spikes is None:
-            state = update(state, correction, lr=lr, totals=totals, total=total)
-            return state, step_metrics(totals, correction, lr=lr).update(hook_metrics)
-        # The host does not wait to learn whether this step was one: `kept` makes `update` skip it.
-        kept, recent = limit_spikes(correction, totals, state.recent, spikes)
-        state = donate(update(state, kept, lr=lr, totals=totals, total=total), recent=recent)
-        metrics = step_metrics(totals, kept, lr=lr).update(hook_metrics)
-        metrics["spikes"] = (correction.finite & ~kept.finite).to(metrics["skipped"].dtype)
-        return state, metrics
+        kept, recent = correction, state.recent
+        if spikes is not None:  # the host does not wait to learn whether this step is one
+            kept, recent = limit_spikes(correction, totals, state.recent, spikes)
+        state = update(state, kept, lr=lr, totals=totals, total=total)
+        metrics = step_metrics(totals, kept, lr=lr)
+        if spikes is not None:
+            state = donate(state, recent=recent)
+            metrics["spikes"] = (correction.finite & ~kept.finite).to(metrics["skipped"].dtype)
+        return state, metrics if hook_metrics is None else metrics.update(hook_metrics)
 
     return step
 
@@ -145,12 +145,13 @@ def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> Tensor
         ``<what>/loss`` also the count, as ``<what>/targets``. Of a model with experts also
         ``moe/...``, see ``expert_metrics``.
     """
-    loss = totals["loss"]
+    sums = dict(totals.sums.items())
+    loss, targets = sums["loss"], sums["targets"]
     metrics = {
-        "loss": loss / totals["targets"],
+        "loss": loss / targets,
         "grad_norm": correction.grad_norm,
         "lr": torch.full_like(loss, lr),
-        "targets": totals["targets"],
+        "targets": targets,
         "skipped": torch.logical_not(correction.finite, out=torch.empty_like(loss)),
     }
-    return TensorDict(metrics | expert_metrics(totals.sums) | mean_metrics(totals), [])
+    return TensorDict(metrics | expert_metrics(sums) | mean_metrics(sums), [])

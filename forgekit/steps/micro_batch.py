@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from itertools import chain, islice
 from types import MappingProxyType
-from typing import Any, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -27,21 +27,20 @@ from forgekit.parallel.fsdp import fsdp_modules, release, reset_iteration
 from forgekit.parallel.layout import full
 from forgekit.state import Layout, TrainState
 from forgekit.steps.losses import Loss, LossFn
+from forgekit.steps.ranges import NOTHING
 
 P = TypeVar("P")
 RESERVED = frozenset({"loss", "grad_norm", "lr", "targets", "skipped"})
 
 OUTSIDE = (
-    "loss_fn computes with sharded parameters outside of the model's own forward, where each rank "
-    "has a part of them. Call the model itself, not a module inside of it; give it head= to use "
-    "the output weight; and for an L2 term use the optimizer's weight decay."
+    "loss_fn computes with sharded parameters outside the model's forward. Call the model itself, "
+    "not a module in it; use the output weight through head=, and weight decay for an L2 term."
 )
 FREED = (
-    "the backward pass came to a module whose parameters FSDP has freed. Either FSDP saw no tensor "
-    "in what the module returned: it sees tensors, tuples, lists, dicts and dataclasses of them, "
-    "not a namespace or an attribute that is read later. Or loss_fn differentiates through the "
-    "model itself, as for a gradient penalty, and FSDP frees parameters in the first backward "
-    "pass: penalise finite differences of two calls, or train on one rank in fp32."
+    "backward reached a module whose parameters FSDP has freed. Either FSDP saw no tensor in what "
+    "the module returned (it sees tensors, tuples, lists, dicts and dataclasses), or loss_fn "
+    "differentiates through the model, as a gradient penalty does: penalise finite differences of "
+    "two calls, or train on one rank in fp32."
 )
 EXPLAINED = MappingProxyType(
     {
@@ -92,9 +91,8 @@ def check_rows(batch: Any) -> None:
     """Raise a TypeError unless a micro-batch is a TensorDict with rows."""
     if not isinstance(batch, TensorDictBase) or not batch.batch_size:
         raise TypeError(
-            f"a micro-batch is a {type(batch).__name__} with batch_size "
-            f"{list(getattr(batch, 'batch_size', []))}; a step needs TensorDicts with batch_size "
-            "[b], in a list. Use TensorDict(tensors, batch_size=[b])."
+            f"a micro-batch is a {type(batch).__name__} without rows; a step needs a list of "
+            "TensorDict(tensors, batch_size=[b])."
         )
 
 
@@ -126,10 +124,8 @@ def compute_loss(model: Any, batch: TensorDictBase, loss_fn: LossFn) -> Loss:
     """
     loss: Any = loss_fn(model, batch)
     if not isinstance(loss, Loss):
-        raise TypeError(
-            f"loss_fn returned a {type(loss).__name__}; a step needs forgekit.Loss(sum, count), "
-            "the summed loss and the number of its targets."
-        )
+        needed = "forgekit.Loss(sum, count), the summed loss and the number of targets"
+        raise TypeError(f"loss_fn returned a {type(loss).__name__}; a step needs {needed}.")
     if isinstance(loss.sum, DTensor) or isinstance(loss.count, DTensor):
         numbers = {name: full(getattr(loss, name)) for name in ("sum", "count", "means")}
         return dataclasses.replace(loss, **numbers)
@@ -167,14 +163,13 @@ def check_loss(loss: Loss) -> Loss:
         raise ValueError(f"a loss reports {sorted(taken)}, names that every step reports; rename.")
     if isinstance(loss.count, Tensor) and loss.count.requires_grad:
         raise ValueError(
-            "the loss that loss_fn returned has a count that carries a gradient; the step divides "
-            "by the sum of all counts and would drop it, which trains another objective. Detach "
-            "the count: Loss(sum, count.detach())."
+            "loss_fn returned a count that carries a gradient, which the step would drop: it "
+            "divides by the sum of all counts. Return Loss(sum, count.detach())."
         )
     if not loss.sum.requires_grad:
         raise ValueError(
-            "the loss that loss_fn returned does not depend on any trainable parameter; a "
-            "micro-batch without targets should still run the model (forgekit.cross_entropy does)."
+            "the loss does not depend on any trainable parameter; run the model for every "
+            "micro-batch, also without targets (forgekit.cross_entropy does)."
         )
     return loss
 
@@ -217,31 +212,17 @@ class SharedBatches(CountedBatches, Protocol):
 
     Attributes:
         first_number: Number of the first one in the step.
-        whole: Micro-batches of the whole step, and rows of each; None if these are all of them.
+        whole: Micro-batches of the whole step, and rows of each.
     """
 
     first_number: Any
     whole: Any
 
 
-def samples_of(batches: Iterable[TensorDictBase]) -> int | None:
-    """Rows that all ranks have consumed; None where every rank consumed as many as this one."""
-    return batches.samples if _has(batches, CountedBatches) else None
+class Listed(list[TensorDictBase]):
+    """Micro-batches that were pulled ahead; ``source`` is what they come from, which may count."""
 
-
-def first_number_of(batches: Iterable[TensorDictBase]) -> int:
-    """Number of the first micro-batch in the step, of which a replica group may have a part."""
-    return batches.first_number if _has(batches, SharedBatches) else 0
-
-
-def whole_of(batches: Iterable[TensorDictBase]) -> tuple[int, int] | None:
-    """Size of the whole step, where these are a replica group's part of it."""
-    return batches.whole if _has(batches, SharedBatches) else None
-
-
-def _has(batches: Any, protocol: type[P]) -> TypeGuard[P]:
-    # Python 3.11 takes 10 us to look for a protocol's attributes, which a list has not.
-    return type(batches) is not list and isinstance(batches, protocol)
+    source: Any
 
 
 class Peeked:
@@ -249,10 +230,11 @@ class Peeked:
 
     Attributes:
         first: The first micro-batch, in a list; an empty one where there is none.
+        source: What they come from, which may count.
     """
 
     def __init__(self, batches: Iterable[TensorDictBase]) -> None:
-        self._batches = batches
+        self.source: Any = batches
         self._rest = iter(batches)
         self.first = list(islice(self._rest, 1))
 
@@ -260,33 +242,34 @@ class Peeked:
         return chain(self.first, self._rest)
 
     def __len__(self) -> int:
-        if (size := length_of(self._batches)) is None:
-            raise TypeError("the number of micro-batches is not known before their end")
-        return size
-
-    @property
-    def samples(self) -> int | None:
-        """As of the micro-batches; None if they do not count."""
-        return samples_of(self._batches)
-
-    @property
-    def first_number(self) -> int:
-        """As of the micro-batches, by default 0."""
-        return first_number_of(self._batches)
-
-    @property
-    def whole(self) -> tuple[int, int] | None:
-        """As of the micro-batches; None if these are all of them."""
-        return whole_of(self._batches)
+        return len(self.source)
 
 
-def mixing_tensors(layout: Layout) -> AbstractContextManager[None]:
+def samples_of(batches: Iterable[TensorDictBase]) -> int | None:
+    """Rows that all ranks have consumed; None where every rank consumed as many as this one."""
+    known = _counting(batches, CountedBatches)
+    return None if known is None else known.samples
+
+
+def share_of(batches: Iterable[TensorDictBase]) -> SharedBatches | None:
+    """The same micro-batches where they are a replica group's part of a step, else None."""
+    return _counting(batches, SharedBatches)
+
+
+def _counting(batches: Any, protocol: type[P]) -> P | None:
+    if type(batches) is list:  # Python 3.11 takes 10 us to find that it has no such attributes
+        return None
+    source = batches.source if isinstance(batches, Listed | Peeked) else batches
+    return source if isinstance(source, protocol) else None
+
+
+def mixing_tensors(layout: Layout) -> AbstractContextManager[object]:
     """Let plain tensors meet those that tensor parallelism shards, in a loss and its backward.
 
     The plain ones (labels, masks) are the same on all tensor-parallel ranks.
     """
     if layout.tensor == 1:
-        return nullcontext()
+        return NOTHING
     from torch.distributed.tensor.experimental import implicit_replication
 
     return implicit_replication()
@@ -310,21 +293,16 @@ def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
 
 def _check_positions(batch: TensorDictBase, layout: Layout) -> None:
     """Raise unless ranks can share the positions evenly, and the model takes as many."""
-    multiple, ids = layout.positions_multiple, batch.get("input_ids", None)
-    if ids is None:
-        return
-    positions = ids.shape[1]
+    multiple = layout.positions_multiple
+    positions = batch["input_ids"].shape[1] if "input_ids" in batch else 0
     if layout.longest is not None and positions > layout.longest:
         raise ValueError(
             f"input_ids has {positions} positions; max_seq_len is {layout.longest}, over all ranks "
-            "that share a sequence. Shorten the sequences or build the model with a larger "
-            "max_seq_len."
+            "that share a sequence."
         )
     if positions % multiple:
-        parts = {"2 * ring": 2 * layout.ring if layout.ring > 1 else 1}
-        parts |= {"ulysses": layout.ulysses, "tp": layout.sequence}
-        shown = " * ".join(f"{name} {size}" for name, size in parts.items() if size > 1)
         raise ValueError(
-            f"input_ids has {positions} positions, which {multiple} = {shown} must divide; "
+            f"input_ids has {positions} positions, which {multiple} must divide (cp "
+            f"{layout.context}, tp {layout.sequence}; a ring has two slices for each rank); "
             f"{nearest_multiples(positions, multiple)}. Change data.seq_len or the mesh."
         )

@@ -190,10 +190,8 @@ class _Work:
             if batch is None and self._size is None:
                 self._size = self._pulled
             elif batch is None:
-                raise ValueError(
-                    f"the micro-batches have a len() of {self._size} and ended after "
-                    f"{self._pulled}; len() must count the micro-batches that are yielded."
-                )
+                size, pulled = self._size, self._pulled
+                raise ValueError(f"micro-batches have a len() of {size} and ended after {pulled}.")
             else:
                 self._whole = batch if self._pulled == 0 else None
                 part = take_part(batch, self._state.layout, self.stages.device)
@@ -212,8 +210,7 @@ class _Work:
         if shape != expected:
             raise ValueError(
                 f"micro-batch {micro_batch} has shape {tuple(shape)} and the first one of the step "
-                f"{tuple(expected)}; in a pipeline they must all have the same. Pad rows to one "
-                "length, or pack them."
+                f"{tuple(expected)}; a pipeline needs one shape: pad rows to one length, or pack."
             )
         number = self._done + micro_batch
         # Schedules mix stages and micro-batches; what is drawn must not depend on their order.

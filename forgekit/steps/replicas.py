@@ -101,13 +101,7 @@ class _Header(NamedTuple):
     def of(cls, samples: int, facts: str, *, has_problem: bool, is_new: bool) -> Self:
         """Describe one group; ``facts`` have to be equal in all of them."""
         digest = zlib.crc32(facts.encode()) >> 12  # twenty bits: a million squares fit into int64
-        return cls(1, samples, int(has_problem), int(is_new), digest, digest**2)
-
-    def over(self, replicas: Replicas, device: torch.device) -> tuple[bool, Self]:
-        """Add it to those of the other groups; return whether that worked, and the sums."""
-        numbers = torch.tensor(self, dtype=torch.int64, device=device)
-        good = replicas.sum([numbers])
-        return good, type(self)(*numbers.tolist())
+        return cls(1, samples, has_problem, is_new, digest, digest**2)
 
     @property
     def is_alike(self) -> bool:
@@ -140,7 +134,7 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
             it. Also if the totals have been summed before.
     """
     if (shares := totals.checked.shares) is None:
-        raise ValueError(SUMMED)
+        raise ValueError("these totals were summed before; sum_replicas comes once in a step.")
     problem = find_problem(totals, state)
     if problem is None and len({samples == 0 for samples, _ in shares}) > 1:
         problem = UNEVEN
@@ -151,7 +145,9 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
     facts = repr(([*sums], len(vector), shards, state.step, state.samples, sizes))
     is_new = state.agreed_names is None
     header = _Header.of(totals.samples, facts, has_problem=problem is not None, is_new=is_new)
-    good, header = header.over(replicas, state.targets.device)
+    numbers = torch.tensor(header, dtype=torch.int64, device=state.targets.device)
+    good = replicas.sum([numbers])
+    header = _Header(*numbers.tolist())
     if good and not (header.is_alike or header.problems) and (is_new or not header.newcomers):
         problem = OTHER_SUMS.format(sums=", ".join(map(str, sums)), sizes=sizes)
     good = good and header.is_alike and not header.problems
@@ -169,18 +165,13 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
     return attrs.evolve(totals, samples=header.samples, checked=checked)
 
 
-SUMMED = (
-    "these totals have been summed before. sum_replicas comes once in a step, after accumulate and "
-    "before reduce_totals."
-)
 UNEVEN = (
     "this group has rows of one share of the step and none of another, whose micro-batch would be "
     "counted twice. Take all shares of a step from as many micro-batches."
 )
 OTHER_SUMS = (
     "this group adds up something else than the others: {sums}, of steps of {sizes} "
-    "(micro-batches, rows in each). All groups run one program with one loss and the same batch "
-    "sizes; start this one as the others were."
+    "(micro-batches, rows of each). Start it with the loss and the batch sizes of the others."
 )
 
 

@@ -9,9 +9,10 @@ from typing import Any, Self
 import attrs
 import torch
 import torch.distributed as dist
-from tensordict import TensorDict
+from tensordict import TensorCollection, TensorDict
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from forgekit.parallel.agreement import exchange
@@ -82,8 +83,9 @@ class Totals:
 
     def plus(self, **sums: Tensor) -> Self:
         """Return totals with further sums, such as a vote."""
-        # A copy that is updated takes twice as many calls.
-        return attrs.evolve(self, sums=TensorDict({**dict(self.sums.items()), **sums}, []))
+        # A copy that is updated takes twice as many calls, and so does `attrs.evolve`.
+        every = TensorDict({**dict(self.sums.items()), **sums}, [])
+        return type(self)(every, self.samples, self.checked)
 
 
 class LossSums:
@@ -119,7 +121,7 @@ class LossSums:
             sums[:] = [self._total(sums)]
 
     def totals(
-        self, loss_scale: Tensor, samples: int, more: Mapping[Any, Tensor] = {}, **checked: Any
+        self, loss_scale: Tensor, samples: int, more: Mapping[str, Any] = {}, **checked: Any
     ) -> Totals:
         """Add everything up.
 
@@ -129,53 +131,48 @@ class LossSums:
             more: Further sums.
             **checked: Fields of ``Checked``.
         """
-        metrics = {
-            name: dict(zip(("sum", "count"), map(self._total, pair), strict=True))
-            for name, pair in self.metrics.items()
-        }
         values: dict[Any, Any] = {
             "targets": self._targets(),
             "loss": self._total(self.losses),
             "loss_scale": loss_scale,
             **more,
         }
-        if metrics:  # an empty TensorDict in another one takes as long as five numbers
-            values["metrics"] = metrics
+        if self.metrics:  # an empty TensorDict in another one takes as long as five numbers
+            values["metrics"] = {
+                name: {"sum": self._total(each), "count": self._total(counts)}
+                for name, (each, counts) in self.metrics.items()
+            }
         return Totals(TensorDict(values, []), samples, Checked(problem=self.problem, **checked))
 
     def _targets(self) -> Tensor:
         """The number of targets; NaN, which makes the step a bad one, if a count is below zero."""
-        counts = (stack.double() for stack in self._stacks(self.counts))
-        return self._add([torch.threshold(n, -math.ulp(0.0), math.nan).sum() for n in counts])
+        return self._total(self.counts, are_counts=True)
 
-    def _total(self, values: Iterable[Tensor | float]) -> Tensor:
-        return self._add([stack.sum(dtype=torch.float64) for stack in self._stacks(values)])
-
-    def _add(self, parts: list[Tensor]) -> Tensor:
-        total = sum(parts[1:], parts[0])
-        if total.device == self.device:
-            return total
-        # Added, not moved: an accelerator takes a number of the host without a wait.
-        return torch.zeros((), dtype=torch.float64, device=self.device) + total
-
-    def _stacks(self, values: Iterable[Tensor | float]) -> list[Tensor]:
-        """Tensors of one dtype each, which together might be rounded; numbers as their sum."""
+    def _total(self, values: Iterable[Tensor | float], *, are_counts: bool = False) -> Tensor:
+        """Add tensors up by dtype, since together they might be rounded, and numbers as one."""
         numbers = 0.0
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for value in values:
             if not isinstance(value, Tensor):
                 numbers += value
             elif value.ndim:
-                raise ValueError(
-                    f"a loss has a sum, count or metric of shape {tuple(value.shape)}; each is a "
-                    "number or a 0-d tensor. Sum it first."
-                )
+                shape = tuple(value.shape)
+                raise ValueError(f"a loss has a sum, count or metric of shape {shape}; sum it.")
             else:
                 by_dtype.setdefault(value.dtype, []).append(value)
-        stacks = [torch.stack(v) if v[1:] else v[0] for v in by_dtype.values()]
-        if numbers or not stacks:
-            stacks.append(torch.full((), numbers, dtype=torch.float64, device=self.device))
-        return stacks
+        parts = []
+        for same in by_dtype.values():
+            stack = torch.stack(same) if same[1:] else same[0]
+            if are_counts:
+                stack = torch.threshold(stack.double(), -math.ulp(0.0), math.nan)
+            parts.append(stack.sum(dtype=torch.float64))
+        if numbers or not parts:
+            parts.append(torch.full((), numbers, dtype=torch.float64, device=self.device))
+        total = sum(parts[1:], parts[0])
+        if total.device == self.device:
+            return total
+        # Added, not moved: an accelerator takes a number of the host without a wait.
+        return torch.zeros((), dtype=torch.float64, device=self.device) + total
 
 
 @ranged
@@ -218,9 +215,8 @@ def reduce_totals(
         agreed_names = agree(_report(totals, state), state, settings or {})
     else:
         problem = find_problem(totals, state)
-    rows, checked = totals.checked.rows, Checked(agreed_names=agreed_names)
-    totals = attrs.evolve(totals, checked=checked)
-    world = world_of(state.mesh)
+    rows, world = totals.checked.rows, world_of(state.mesh)
+    totals = Totals(totals.sums, totals.samples, Checked(agreed_names=agreed_names))
     if world == 1:
         if problem is not None:
             raise problem
@@ -246,12 +242,11 @@ def find_problem(totals: Totals, state: TrainState) -> Exception | None:
     agreed_names = state.agreed_names
     if agreed_names is None or not state.layout.has_last:
         return None
-    every = (agreed_names.sums, names_of(totals.sums))
-    names, keys = ({*each} - {"grad_sq", "loss_scale"} for each in every)
-    if names == keys:
+    before, now = {*agreed_names.sums, "grad_sq"}, {*names_of(totals.sums), "grad_sq"}
+    if before == now:
         return None
     return ValueError(
-        f"the names of a step's sums changed: {difference(names, keys)}. Report the same "
+        f"the names of a step's sums changed: {difference(before, now)}. Report the same "
         "metrics in every step; use (0.0, 0) for a metric without observations."
     )
 
@@ -293,17 +288,17 @@ def reduce_losses(totals: Totals, state: TrainState) -> Totals:
     return totals if world_of(state.mesh) == 1 else _sum_over_ranks(totals, state, sums)
 
 
-def mean_metrics(totals: Totals) -> dict[str, Tensor]:
+def mean_metrics(sums: Mapping[str, Any]) -> dict[str, Tensor]:
     """Divide the sums of a loss function's own metrics by their counts.
 
     Args:
-        totals: Reduced totals.
+        sums: Reduced sums by name.
 
     Returns:
         ``[]`` float64 by name, and of each ``<what>/loss`` its count as ``<what>/targets``.
     """
     means: dict[str, Tensor] = {}
-    for name, pair in totals.sums.get("metrics", {}).items():
+    for name, pair in sums.get("metrics", {}).items():
         means[name] = pair["sum"] / pair["count"]
         if name.endswith("/loss"):
             means[name.removesuffix("loss") + "targets"] = pair["count"]
@@ -332,10 +327,15 @@ def with_sums(totals: Totals, sums: Mapping[Any, Tensor]) -> Totals:
     return attrs.evolve(totals, sums=changed)
 
 
-def names_of(sums: TensorDict) -> list[Any]:
+def names_of(sums: TensorCollection, *above: str) -> list[Any]:
     """The names of sums but for the loss scale, in an order that is the same on all ranks."""
-    names = sums.keys(include_nested=True, leaves_only=True)
-    return sorted((name for name in names if name != "loss_scale"), key=str)
+    names: list[Any] = []
+    for name, value in sums.items():  # `keys(include_nested=True)` takes ten times as many calls
+        if not isinstance(value, Tensor):
+            names += names_of(value, *above, name)
+        elif name != "loss_scale":
+            names.append((*above, name) if above else name)
+    return sorted(names, key=str)
 
 
 def _report(totals: Totals, state: TrainState) -> Report:
@@ -355,7 +355,10 @@ def _is_loss(key: str | tuple[str, ...]) -> bool:
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters that an optimizer holds, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters: list[Tensor] = []
+    for group in optimizer.param_groups:
+        parameters += group["params"]
+    return parameters
 
 
 def _gradient_square(state: TrainState) -> Tensor:
@@ -365,7 +368,9 @@ def _gradient_square(state: TrainState) -> Tensor:
     by_owners: dict[int, list[Tensor]] = {}
     for parameter in parameters_of(state.optimizer):
         if (gradient := parameter.grad) is not None:
-            shard, owners = shard_and_owners(gradient, world)
+            shard, owners = gradient, world
+            if isinstance(gradient, DTensor):
+                shard, owners = shard_and_owners(gradient, world)
             by_owners.setdefault(owners, []).append(shard)
     parts = []
     for owners, shards in by_owners.items():

@@ -76,13 +76,14 @@ def update(
         if "state_step" in group:  # periods of transforms follow the run, resumed or not
             group["state_step"] = state.step
     _step_optimizer(state.optimizer, correction)
-    rebalance(state.model, totals.sums, correction.finite, state.step, total)
+    sums = dict(totals.sums.items())
+    rebalance(state.model, sums, correction.finite, state.step, total)
     if state.mesh is not None:  # what is gathered is old now
         release(fsdp_modules(*state.layout.roots(state.model)))
     finite = correction.finite
     if (average := average_of(state)) is not None:
         average.advance(finite, state.step)
-    trained = totals["targets"].to(torch.int64)  # an integer first: NaN times 0 is NaN
+    trained = sums["targets"].to(torch.int64)  # an integer first: NaN times 0 is NaN
     return donate(
         state,
         step=state.step + 1,
@@ -116,15 +117,26 @@ def _rescale(
 
 
 def _step_optimizer(optimizer: Optimizer, correction: Correction) -> None:
-    device = parameters_of(optimizer)[0].device
+    parameters = parameters_of(optimizer)
+    device, dtype = parameters[0].device, parameters[0].dtype
     if correction.finite.device != device:
         # The host's optimizer cannot read the accelerator's memory: with CPU offload this waits.
         correction = Correction(*(value.to(device) for value in correction))
-    if skips_on_device(optimizer):
-        _step_fused(optimizer, correction)
-    elif bool(correction.finite):
-        _multiply_gradients(optimizer, correction.factor)
+    if not skips_on_device(optimizer):
+        if bool(correction.finite):
+            _multiply_gradients(parameters, correction.factor)
+            optimizer.step()
+        return
+    factor, found_inf = correction.factor, correction.factor.new_empty((), dtype=torch.float32)
+    optimizer.found_inf = torch.logical_not(correction.finite, out=found_inf)  # pyright: ignore[reportAttributeAccessIssue]
+    if dtype == torch.float64:  # a float32 grad_scale would round the factor more than gradients
+        _multiply_gradients(parameters, factor)
+    else:  # the kernel divides by it; where the step is bad the factor is 0 and nothing is read
+        optimizer.grad_scale = torch.reciprocal(factor, out=torch.empty_like(found_inf))  # pyright: ignore[reportAttributeAccessIssue]
+    try:
         optimizer.step()
+    finally:
+        optimizer.grad_scale = optimizer.found_inf = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
@@ -151,24 +163,9 @@ def _lacks_momentum(optimizer: Optimizer) -> bool:
     )
 
 
-def _step_fused(optimizer: Optimizer, correction: Correction) -> None:
-    # The kernel divides by grad_scale. Where the step is bad the factor is 0 and nothing is read.
-    factor, found_inf = correction.factor, correction.factor.new_empty((), dtype=torch.float32)
-    optimizer.found_inf = torch.logical_not(correction.finite, out=found_inf)  # pyright: ignore[reportAttributeAccessIssue]
-    if parameters_of(optimizer)[0].dtype == torch.float64:
-        # A float32 grad_scale would round the factor more than the gradients.
-        _multiply_gradients(optimizer, factor)
-    else:
-        optimizer.grad_scale = torch.reciprocal(factor, out=torch.empty_like(found_inf))  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        optimizer.step()
-    finally:
-        optimizer.grad_scale = optimizer.found_inf = None  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def _multiply_gradients(optimizer: Optimizer, factor: Tensor) -> None:
+def _multiply_gradients(parameters: list[Tensor], factor: Tensor) -> None:
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters_of(optimizer):
+    for parameter in parameters:
         if (gradient := parameter.grad) is not None:
             by_dtype.setdefault(gradient.dtype, []).append(local(gradient))
     for dtype, gradients in by_dtype.items():

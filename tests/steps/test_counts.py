@@ -132,7 +132,7 @@ UNFIT = [(torch.float32, 10), (torch.bool, 10), (torch.uint8, 10), (torch.int16,
 @pytest.mark.parametrize(("dtype", "vocab"), UNFIT, ids=str)
 def test_labels_that_cannot_be_right_are_refused(dtype, vocab):
     hidden, weight, labels = torch.zeros(1, 3, 2), torch.zeros(vocab, 2), torch.zeros(1, 3)
-    message = rf"^labels hold {dtype}, in which not all of -100 and the ids up to {vocab - 1} have"
+    message = rf"^labels are {dtype}, which cannot hold -100 and every id up to {vocab - 1}"
     with pytest.raises(TypeError, match=message):
         fk.linear_cross_entropy(hidden, weight, labels.to(dtype))
     with pytest.raises(TypeError, match=message):

@@ -240,7 +240,7 @@ def refuse(rank, world):
 
 def test_layouts_in_which_an_answer_is_not_whole_are_refused_by_name():
     pipelined = "a pipeline runs a model once for each micro-batch. Use a mesh with pp=1"
-    sliced = "ranks that share a sequence (cp 2) hold slices. Use a mesh with cp=1"
+    sliced = "ranks of cp 2 hold slices. Use a mesh with cp=1"
     for found in run_ranks(refuse, 2):
         for said, sentence in zip(found, [pipelined] * 2 + [sliced] * 2, strict=True):
             assert sentence in said

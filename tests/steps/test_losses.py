@@ -148,7 +148,7 @@ def test_losses_over_the_same_targets_add_up():
 
 def test_losses_of_different_counts_are_refused_with_both_ways_out():
     first, second = fk.Loss(torch.tensor(1.0), 3), fk.Loss(torch.tensor(2.0), torch.tensor(4))
-    message = r"^cannot add losses with counts 3 and 4: .*token_weighted.*forgekit\.count_ahead"
+    message = r"^cannot add losses with counts 3 and 4. .*token_weighted.*forgekit\.count_ahead"
     with pytest.raises(ValueError, match=message):
         first + second
 

@@ -142,7 +142,7 @@ def _slope(model, batch):
     return fk.Loss(out.square().sum() + slope.square().sum(), len(x))
 
 
-OUTSIDE = "computes with sharded parameters outside of the model's own forward, .* weight decay"
+OUTSIDE = "computes with sharded parameters outside the model's forward.* weight decay"
 MIXED = {
     "all squares": (_all_squares, OUTSIDE),
     "module inside": (_module_inside, OUTSIDE),

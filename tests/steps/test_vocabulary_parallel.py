@@ -160,7 +160,7 @@ def _read_early(rank, world):
     for sizes, names in (({"dp_shard": 2}, "'dp_shard',"), ({"tp": 2}, "'dp_shard', 'tp'")):
         state = lay_out(fk.Transformer(attrs.evolve(SPEC, vocab_size=38)), sizes)
         message = (
-            rf"^weight is a DTensor over the mesh dimensions \({names}\), not 'tp' alone, .* read "
+            rf"^weight is a DTensor over the mesh dimensions \({names}\), not 'tp' alone: .* Read "
             r"it inside forward, model\(ids, head=partial\(forgekit\.linear_cross_entropy"
         )
         with pytest.raises(ValueError, match=message):

@@ -32,16 +32,15 @@ DRIFT, NOISE = 1e-6, 1e-3
 
 CAUSES: Mapping[str, str] = MappingProxyType(
     {
-        "tp": "a module between split projections that the plan does not name, or random numbers "
-        "that differ between tensor-parallel ranks",
+        "tp": "a module between split projections that the plan does not name, or other random "
+        "numbers on each rank",
         "cp": "a module that uses positions inside the rank's slice, not those of the sequence",
     }
 )
 OUTSIDE = "an update outside of the step, or a gradient that was changed on one rank"
 BUFFER = (
-    "a buffer that each rank updates from its own rows, as the running statistics of a BatchNorm. "
-    "Use a norm without them (LayerNorm, GroupNorm), one that adds them up "
-    "(torch.nn.SyncBatchNorm, on accelerators), or keep the module in evaluation mode"
+    "a buffer that each rank updates from its own rows, as BatchNorm does. Use LayerNorm, "
+    "GroupNorm or torch.nn.SyncBatchNorm (on accelerators), or keep it in evaluation mode"
 )
 REPLICA = (
     "ranks {x} and {y} hold the same part of {name!r}, but its {part} differ ({a:.6g} and {b:.6g}) "
@@ -53,9 +52,8 @@ SENTENCES = MappingProxyType(
         "on every rank; use (0.0, 0) without observations.",
         "samples": "rank {y} counts {b} samples in a step and rank {x} {a}; every rank must bring "
         "as many rows. Fill up with rows whose labels are -100.",
-        "rows": "ranks {x} and {y} differ along {dims} only, so they share rows, and they brought "
-        "different ones. Choose rows by data-parallel rank: rank, world = "
-        "forgekit.data_ranks(mesh).",
+        "rows": "ranks {x} and {y} differ along {dims} only, so they share rows, and brought "
+        "different ones. Choose rows by rank, world = forgekit.data_ranks(mesh).",
         "values": REPLICA,
         "buffer": REPLICA,
         "gradients": REPLICA,
@@ -78,11 +76,9 @@ class UnreducedError(RuntimeError):
         shown = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
         super().__init__(
             f"FSDP never reduced the gradients of {len(names)} parameters{where} ({shown}); "
-            "nothing was updated. It reduces a module's gradients when backward passes through "
-            "what the module returned: return tensors, tuples, lists, dicts or dataclasses, "
-            "not a distribution, a namespace or a function. Call the model for every micro-batch, "
-            "with or without targets. Read parameters in the model's own forward (head= gives it "
-            "the output weight), not by full_tensor() or to_local() in loss_fn."
+            "nothing was updated. Call the model for every micro-batch, return tensors, tuples, "
+            "lists, dicts or dataclasses from modules, not a distribution or namespace, and read "
+            "parameters in forward (head=), not by full_tensor() or to_local() in loss_fn."
         )
 
 
@@ -219,22 +215,21 @@ def compare_modules(
 
 
 def _find_apart(reports: Sequence[tuple[int, str, str | None]]) -> str | None:
-    (rank, name, _), *others = reports
-    other, at = next(((r, one) for r, one, _ in others if one != name), (rank, name))
+    rank, name, _ = reports[0]
+    other, at = next(((r, one) for r, one, _ in reports if one != name), (rank, name))
     if at == name:
         return None
     return (
-        f"ranks run different modules: rank {rank} is at {name} and rank {other} at {at}. Ranks "
-        "pair their collectives by order alone, so that gradients would be wrong, or ranks wait "
-        "for each other. Run the same modules on all ranks: draw blocks to skip from a "
-        "torch.Generator with one seed for all of them."
+        f"ranks run different modules: rank {rank} is at {name} and rank {other} at {at}. Their "
+        "collectives pair by order alone, so gradients would be wrong. Draw blocks to skip from a "
+        "torch.Generator with one seed for all ranks."
     )
 
 
 def difference(known: Iterable[Any], new: Iterable[Any]) -> str:
     """Which names are missing and which are new, for an error."""
     before, now = (
-        {key if isinstance(key, str) else ".".join(key) for key in keys} for keys in (known, new)
+        {k if isinstance(k, str) else ".".join(k) for k in each} for each in (known, new)
     )
     return f"missing {sorted(before - now)}, new {sorted(now - before)}"
 

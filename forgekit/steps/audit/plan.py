@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, cast
 
 import attrs
 import torch
-import torch.distributed as dist
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,7 +37,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_map
 
 from forgekit.model.attention import attend_causal
-from forgekit.parallel.agreement import raise_together
+from forgekit.parallel.agreement import exchange, raise_together
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.parallel.fsdp import fsdp_modules
 from forgekit.parallel.layout import full
@@ -66,11 +65,11 @@ PROBES = 3
 """Random vectors from each side that a tensor is multiplied by, to be compared."""
 
 REMEDY = (
-    ". Between a 'colwise' and a 'rowwise' module each rank has some of the channels. Compute "
-    "nothing across them there (a norm, a softmax, a mean), and let nothing enter or leave past "
-    "the two. Name a module with parameters there 'heads' (the same for all channels, gradients "
-    "summed) or 'channels' (sharded like them), what sees all channels 'replicate', and give a "
-    "parameter that the block itself holds a module of its own; or leave the block out of the plan."
+    ". Between a 'colwise' and a 'rowwise' module each rank has some of the channels: compute "
+    "nothing across them (a norm, a softmax, a mean), and let nothing else in or out. Name modules "
+    "with parameters there 'heads' (the same for all channels, gradients summed), 'channels' "
+    "(sharded like them) or, where it sees all of them, 'replicate'; give a parameter of the block "
+    "itself a module of its own; or leave the block out of the plan."
 )
 
 
@@ -99,13 +98,15 @@ def check_plan(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> Non
     device, tensor = state.targets.device, layout.tensor
     mesh = cast("DeviceMesh", state.mesh)
     short = first_rows(batch, mesh.get_group("tp"), tensor * POSITIONS, tensor)
-    proof = _Proof(layout, mesh, device)
+    proof = _Proof(layout, mesh, mesh["tp"], device)
     with (
         beside_the_step(state),
         with_sockets(state.model, {**_attending(state.model), **layout.sockets}),
-        _exact_products(),
         torch.no_grad(),
+        ExitStack() as stack,
     ):
+        stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+        torch.set_float32_matmul_precision("highest")
         if layout.stages is None:
             part = take_part(short, layout, device)
             for proof.is_whole in (True, False):
@@ -137,6 +138,7 @@ class _Proof:
     Attributes:
         layout: The model's layout.
         mesh: All ranks.
+        ranks: Those that share each matrix.
         device: The model's.
         is_whole: Whether this is the whole pass, which states, or the sharded one, which compares.
         problem: What differs first.
@@ -145,6 +147,7 @@ class _Proof:
 
     layout: Layout
     mesh: DeviceMesh
+    ranks: DeviceMesh
     device: torch.device
     is_whole: bool = True
     problem: str | None = None
@@ -153,11 +156,6 @@ class _Proof:
     _calls: Counter[Any] = attrs.field(factory=Counter)
     _depth: int = 0
     _kept: ExitStack[Any] = attrs.field(factory=ExitStack)
-
-    @property
-    def ranks(self) -> DeviceMesh:
-        """Those that share each matrix."""
-        return self.mesh["tp"]
 
     def meet(self, at: str) -> None:
         """Raise on every rank if not all are here."""
@@ -210,9 +208,7 @@ class _Proof:
                 self._run_part(part, whole, is_whole=True)
                 self._run_part(part, (args, kwargs), is_whole=False)
             except Exception as error:  # reported to the ranks of other stages, which would wait
-                raised = f"{type(error).__name__}: {error}"
-                problem = f"{self._names[part]!r} does not run as on one rank ({raised})"
-                self.problem = self.problem or problem
+                self._note(f"{self._names[part]!r} does not run as on one rank ({error!r})")
         return forward(*args, **kwargs)
 
     def _run_part(self, part: nn.Module, inputs: Any, *, is_whole: bool) -> None:
@@ -231,7 +227,7 @@ class _Proof:
             _state(_widen(full(t))).numbers.tolist() if t.is_floating_point() else 0
             for t in tensors
         ]
-        by_tensor = zip(*self._gather_objects(digests), strict=True)
+        by_tensor = zip(*exchange(digests, group=self.ranks.get_group()), strict=True)
         are_equal = iter([all(other == first for other in others) for first, *others in by_tensor])
 
         def gather(tensor: Tensor) -> Tensor:
@@ -310,24 +306,21 @@ class _Proof:
             tensor = self._join(tensor, dim)
         here = _state(tensor)
         if here.shape != whole.shape:
-            gap = f"has shape {tuple(here.shape)} and not {tuple(whole.shape)}"
-        else:
-            error = float((here.numbers - whole.numbers).square().mean().sqrt())
-            # Not finite: a bad step anyway.
-            if error <= CLOSE * whole.size + NOISE * largest or not math.isfinite(whole.size):
-                return
-            gap = "differs from that of one rank"
-        self.problem = self.problem or f"{shown} {gap}"
+            self._note(f"{shown} has shape {tuple(here.shape)} and not {tuple(whole.shape)}")
+            return
+        error = float((here.numbers - whole.numbers).square().mean().sqrt())
+        # Not finite: a bad step anyway.
+        if not error <= CLOSE * whole.size + NOISE * largest and math.isfinite(whole.size):
+            self._note(f"{shown} differs from that of one rank")
+
+    def _note(self, problem: str) -> None:
+        """Keep the first problem."""
+        self.problem = self.problem or problem
 
     def _is_alike(self, tensors: list[Tensor]) -> bool:
         """Whether the ranks return alike tensors: else they would wait for each other."""
         shapes = [(tensor.shape, tensor.requires_grad) for tensor in tensors]
-        return all(others == shapes for others in self._gather_objects(shapes))
-
-    def _gather_objects(self, mine: Any) -> list[Any]:
-        everywhere: list[Any] = [None] * self.layout.tensor
-        dist.all_gather_object(everywhere, mine, group=self.ranks.get_group())
-        return everywhere
+        return all(others == shapes for others in exchange(shapes, group=self.ranks.get_group()))
 
     def _join(self, part: Tensor, dim: int) -> Tensor:
         """The ranks' parts of a tensor, beside each other."""
@@ -505,14 +498,3 @@ def keeping_buffers(roots: list[nn.Module]) -> Iterator[None]:
             buffers = {n: b if b is None else b.clone() for n, b in module._buffers.items()}
             stack.enter_context(_with(module, {"_buffers": buffers}))
         yield
-
-
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    """Multiply float32 matrices in float32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

@@ -48,10 +48,9 @@ OUTPUT = "the model returns"
 
 REMEDY = (
     "Ranks that share a sequence (cp {}) hold slices of it: take positions from the batch "
-    "(position_ids) or a socket, self.locate(s, device), let them meet in self.attend(q, k, v, "
-    "doc_ids=...) alone, and add losses and counts up over positions; a loss of whole rows (a "
-    "preference, a mean over each row) needs cp at 1. If the loss draws random numbers, or adds "
-    "rows up over the ranks itself, pass audit=False."
+    "(position_ids) or self.locate(s, device), let them meet in self.attend(q, k, v, doc_ids=...) "
+    "alone, and sum losses and counts over positions; a loss of whole rows needs cp=1. If the loss "
+    "draws random numbers, or adds up over the ranks itself, pass audit=False."
 )
 
 
@@ -191,8 +190,7 @@ def _compare_sums(whole: Any, part: Any, ranks: dist.ProcessGroup, close: float)
     """Say that the losses of slices do not add up to that of whole sequences."""
     # Without the means that a loss got: each slice has its own.
     totals, here = ((float(one.sum - one.means), float(one.count)) for one in (whole, part))
-    everywhere: list[Any] = [None] * ranks.size()
-    dist.all_gather_object(everywhere, here, group=ranks)
+    everywhere = exchange(here, group=ranks)
     for name, total, *numbers in zip(("sums", "counts"), totals, *everywhere, strict=True):
         # A step that is not finite is a bad one anyway.
         is_finite = all(map(math.isfinite, (total, *numbers)))
