@@ -73,6 +73,7 @@ def loss_fn(model, batch):
 
 def take_step(state, batches, *, replicas, schedule, max_norm, stop):
     """Take one step with the other groups; no metrics where it broke off and comes again."""
+    batches = fk.steps.audited(state, batches, loss_fn)
     totals = fk.accumulate(state, batches, loss_fn)
     totals = totals.plus(stop=torch.full_like(totals["loss"], stop.vote()))
     totals = fk.sum_replicas(totals, state, replicas)
@@ -80,8 +81,7 @@ def take_step(state, batches, *, replicas, schedule, max_norm, stop):
         return state, None
     totals = fk.reduce_totals(totals, state, settings={"max_norm": max_norm})
     stop.receive(totals["stop"])
-    correction = fk.clip(totals, max_norm=max_norm)
-    lr = schedule(state.step)
+    correction, lr = fk.clip(totals, max_norm=max_norm), schedule(state.step)
     state = fk.update(state, correction, lr=lr, totals=totals)
     return state, fk.step_metrics(totals, correction, lr=lr)
 

@@ -10,6 +10,7 @@ from forgekit.steps.dpo import (
 )
 from forgekit.steps.accumulate import count_ahead as count_ahead
 from forgekit.steps.totals import Totals as Totals
+from forgekit.steps.audit.first_step import audited as audited
 from forgekit.steps.audit.agreement import UnreducedError as UnreducedError
 from forgekit.steps.replicas import (
     OneGroup as OneGroup,

@@ -13,10 +13,9 @@ from forgekit.data.order import renumber
 from forgekit.optim.lr_schedules import PhasedSchedule, check_rates
 from forgekit.state import TrainState, donate
 from forgekit.steps.accumulate import LossFn, Sync, accumulate
-from forgekit.steps.audit import first_step
+from forgekit.steps.audit.first_step import audited
 from forgekit.steps.clip import Correction, SpikeLimit, check_max_norm, clip, limit_spikes
 from forgekit.steps.experts import expert_metrics
-from forgekit.steps.micro_batch import Peeked
 from forgekit.steps.totals import Totals, mean_metrics, reduce_totals
 from forgekit.steps.update import update
 
@@ -92,10 +91,8 @@ def make_step(
     }
 
     def step(state: StateT, batches: Iterable[TensorDictBase]) -> tuple[StateT, TensorDict]:
-        if audit and state.agreed_names is None:
-            batches = Peeked(batches)
-            for batch in batches.first:
-                first_step.audit(state, batch, loss_fn)
+        if audit:
+            batches = audited(state, batches, loss_fn)
         totals = accumulate(state, batches, loss_fn, sync=sync)
         # Votes travel among the sums: agreeing to stop needs no collective of its own.
         for name, voter in voters.items():

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 
 import attrs
 import pytest
 import torch
+from covering import in_turn
 from lab import SPEC, alone, full, global_batch, lay_out, mean_gradients
 from pool import run_again
 from tensordict import TensorDict
@@ -98,16 +98,16 @@ def compare(rank, world, kind, layout, cut, options, sync, knows_last):
         )
         whole, expected = finish(whole, totals)
         batches, loss_fn = iter(rows(parts, kind)), FirstIsNan() if nan else loss_of
-        with fk.begin_step(parts, sync=sync) as step:
-            for call, size in enumerate(cut, start=1):
-                part = [next(batches) for _ in range(size)]
-                step.add(part, loss_fn, last=knows_last and call == len(cut))
-                if parts.layout.stages is None:  # as rollouts do between two calls
-                    torch.rand(5)
-                    with torch.no_grad():
-                        parts.model(torch.zeros(1, 16, dtype=torch.long))
+        step = fk.begin_step(parts, sync=sync)  # without a block, as a server's requests come
+        for call, size in enumerate(cut, start=1):
+            part = [next(batches) for _ in range(size)]
+            step.add(part, loss_fn, last=knows_last and call == len(cut))
+            if parts.layout.stages is None:  # as rollouts do between two calls
+                torch.rand(5)
+                with torch.no_grad():
+                    parts.model(torch.zeros(1, 16, dtype=torch.long))
         assert step.micro_batches == sum(cut)
-        parts, results = finish(parts, step.totals)
+        parts, results = finish(parts, step.end())
         assert results.keys() == expected.keys()
         # A block that runs twice reduces twice in a last backward, and once at an end.
         twice = kind == "odd" and layout and not knows_last
@@ -131,13 +131,12 @@ CELLS = [
     ("dense", {"cp": 2}, (2, 2), {}, "last"),
     ("experts", {"dp_shard": 2, "ep": 2}, (2, 2), {}, "last"),
     ("dense", {"pp": 2}, (2, 2), {"pipeline_schedule": "zbv"}, "last"),
-    ("dense", {"pp": 2}, (2, 2), {}, "every"),
 ]
 
 
-@pytest.mark.parametrize("knows_last", [True, False], ids=["last", "end"])
-@pytest.mark.parametrize(("kind", "layout", "cut", "options", "sync"), CELLS)
-def test_several_parts_are_one_call_to_the_bit(kind, layout, cut, options, sync, knows_last):
+@pytest.mark.parametrize(("cell", "knows_last"), in_turn(CELLS, [False, True, False]), ids=str)
+def test_several_parts_are_one_call_to_the_bit(cell, knows_last):
+    kind, layout, cut, options, sync = cell
     world = math.prod(size for name, size in layout.items() if name != "ep")
     run_again(compare, world, kind, layout, cut, options, sync, knows_last)
 
@@ -283,46 +282,6 @@ def refusals(rank, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_is_used_once_and_within_its_block(world):
     run_again(refusals, world)
-
-
-class Server:
-    """Takes one request at a time, as a service for training does."""
-
-    def __init__(self, state):
-        self.state, self.step = state, None
-
-    def forward_backward(self, batches):
-        self.step = self.step or fk.begin_step(self.state)
-        self.step.add(batches, loss_of)
-
-    def optim_step(self):
-        totals = fk.reduce_totals(self.step.end(), self.state)
-        self.state, self.step = (
-            fk.update(self.state, fk.clip(totals, max_norm=1.0), lr=0.01, totals=totals),
-            None,
-        )
-        return totals["targets"]
-
-
-def serve(rank, world):
-    whole, served = (build_state("dense", {"dp_shard": 2}, {}) for _ in range(2))
-    server, batches = Server(served), rows(served)
-    for _ in range(2):
-        totals = fk.accumulate(whole, rows(whole), loss_of)
-        whole, expected = finish(whole, totals)
-        server.forward_backward(batches[:1])
-        server.forward_backward(batches[1:])
-        assert torch.equal(server.optim_step(), expected["targets"])
-        for name, parameter in server.state.model.named_parameters():
-            assert torch.equal(full(parameter.detach()), expected[f"updated {name}"])
-    with ExitStack() as stack:  # entered and left by hand
-        step = stack.enter_context(fk.begin_step(whole))
-        step.add(batches, loss_of)
-    assert step.totals.samples == 16
-
-
-def test_a_server_ends_a_step_with_a_call_that_brings_nothing():
-    run_again(serve, 2)
 
 
 def seeds(rank, world, layout):

@@ -187,42 +187,86 @@ def test_parameters_that_are_added_later_and_not_sharded_are_refused():
     assert run_again(_grown, 2, "tp") == [True, True]
 
 
-SKIPS = {"all but the last": [(1, 0), (1, 1)], "the first": [(0, 0)], "the last": [(1, 2)]}
+class _Branch(nn.Module):
+    """The third is never used; the second where data say so."""
 
-
-def _skipping(rank, world, skips, precision):
-    return _gradients(_state("fsdp", _Model(SKIPS[skips]), precision=precision))
-
-
-@pytest.mark.parametrize(("skips", "precision"), in_turn(list(SKIPS), ["fp32", "bf16", "fp16"]))
-def test_blocks_that_micro_batches_skip_are_exact(skips, precision):
-    """Stochastic depth, drawn alike on all ranks."""
-    twice = [*SKIPS[skips], *((number, call + 3) for number, call in SKIPS[skips])]
-    expected = _gradients(_alone(_Model(twice).double()))
-    for found in run_again(_skipping, 2, skips, precision):
-        assert (
-            relative_error(found, expected) < {"fp32": 1e-6, "bf16": 3e-2, "fp16": 3e-3}[precision]
-        )
-
-
-class _Shifted(_Model):
-    def __init__(self, shifted):
+    def __init__(self):
         super().__init__()
-        self.shift, self.shifted = nn.Parameter(torch.ones(WORDS)), shifted
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
-    def forward(self, ids):
-        return super().forward(ids) + (self.shift if self.calls in self.shifted else 0)
-
-
-def _shifting(rank, world):
-    return _gradients(_state("fsdp", _Shifted((1, 2, 3) if rank == 0 else ()).double()))
+    def forward(self, x, use):
+        return self.a(x).tanh() + (self.b(x) * use if use else 0)
 
 
-def test_a_parameter_that_one_rank_uses_is_exact():
-    """And so are those beside it in what FSDP sends."""
-    expected = _gradients(_alone(_Shifted((1, 2, 3)).double()))
-    for found in run_again(_shifting, 2):
-        assert relative_error(found, expected) < 1e-10
+class _Stack(nn.Module):
+    """Blocks with parts that few micro-batches use; a block that the others skip is one itself."""
+
+    def __init__(self, skips):
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList([_Branch() for _ in range(4)])
+        self.top = nn.Linear(WIDTH, WORDS)
+        self.skips = skips
+
+    def forward(self, ids, use):
+        x = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            if not (self.skips and number == 2 and use == 0):
+                x = layer(x, use)
+        return self.top(x)
+
+
+def _branch_loss(model, batch):
+    return fk.cross_entropy(model(batch["ids"], float(batch["use"][0])), batch["labels"])
+
+
+USES = {
+    "in the last": ((0, 0, 2), (0, 0, 2)),
+    "in the first": ((2, 0, 0), (2, 0, 0)),
+    "by data": ((0, 2, 0), (0, 0, 2)),
+    "by data, last": ((0, 0, 0), (0, 0, 2)),
+    "never": ((0,) * 3, (0,) * 3),
+}
+WAYS = {
+    "fp32": ({}, {}, "last", 1e-6),
+    "bf16": ({}, {"precision": "bf16"}, "last", 3e-2),
+    "fp16, every": ({}, {"precision": "fp16"}, "every", 3e-3),
+    "zbv": ({"pp": 2}, {"precision": "bf16", "pipeline_schedule": "zbv"}, "last", 3e-2),
+}
+
+
+def _using(at, uses):
+    batches = _batches(at)
+    for batch, use in zip(batches, USES[uses][at], strict=True):
+        batch["use"] = torch.full((2,), use)
+    return batches + batches[:1]  # as a pipeline needs them
+
+
+def _skips(uses, way):
+    """Ranks skip a block together or not at all, and stages never."""
+    return not uses.startswith("by data") and way != "zbv"
+
+
+def _mixed(rank, world, uses, way):
+    sizes, options, sync, _ = WAYS[way]
+    state = lay_out(_Stack(_skips(uses, way)), sizes, **options)
+    batches = _using(fk.data_ranks(state.mesh)[0], uses)
+    return mean_gradients(state, batches, _branch_loss, sync=sync)
+
+
+@pytest.mark.parametrize(("uses", "way"), in_turn(list(USES), list(WAYS)))
+def test_parameters_and_blocks_that_are_used_late_or_never_are_exact(uses, way):
+    """And those beside them in what FSDP sends."""
+    sizes, *_, bound = WAYS[way]
+    batches = [b for at in range(2 // sizes.get("pp", 1)) for b in _using(at, uses)]
+    model = _Stack(_skips(uses, way)).double()
+    expected = mean_gradients(alone(model), batches, _branch_loss)
+    found = {}
+    for gradients in run_again(_mixed, 2, uses, way):
+        found |= gradients
+    assert relative_error(found, expected) < bound
+    assert all(found[name].any() == expected[name].any() for name in expected)
 
 
 APART = {
@@ -238,7 +282,7 @@ APART = {
 def _apart(rank, world, layout, case):
     skips, message = APART[case]
     state = _state(layout, _Model(skips[rank]).double())
-    with pytest.raises(ValueError, match=rf"different modules: {message}\. Ranks pair"):
+    with pytest.raises(ValueError, match=rf"different modules: {message}\. Their collectives"):
         fk.audit(state, _all_batches(state)[0], _loss)
 
 
@@ -297,8 +341,7 @@ def _part_apart(rank, world, layout, when):
         fk.audit(state, batch, logits_loss)
 
 
-@pytest.mark.parametrize("when", WHEN)
-@pytest.mark.parametrize("layout", PARTS)
+@pytest.mark.parametrize(("layout", "when"), in_turn(list(PARTS), list(WHEN)))
 def test_parts_of_a_block_that_ranks_skip_apart_are_refused(layout, when):
     run_again(_part_apart, PARTS[layout][0], layout, when)
 

@@ -88,17 +88,6 @@ def test_losses_and_targets_of_each_source_are_global_and_exact(layout, loss_fn)
     run_again(run_step, math.prod(sizes.values()), sizes, loss_fn)
 
 
-def test_rows_add_up_to_the_loss():
-    model = fk.Transformer(SPEC).double()
-    for loss_fn in (logits_loss, head_loss):
-        loss = loss_fn(model, global_batch()[1])
-        sums, counts = loss.rows
-        assert sums.shape == counts.shape == (2,)
-        assert float(sums.sum()) == pytest.approx(float(loss.sum.detach()), rel=1e-14)
-        assert int(counts.sum()) == int(loss.count)
-        assert not sums.requires_grad
-
-
 def test_each_mistake_is_named():
     with pytest.raises(ValueError, match=r"sources are \['a', 'a'\]; name each once"):
         fk.losses_by_source(logits_loss, ["a", "a"])

@@ -205,11 +205,6 @@ def _early_weight(self, ids):
     return F.linear(x, weight)
 
 
-def _looked_at(self, x):
-    self.seen = Mix.forward(self, x).detach()
-    return Mix.forward(self, x)
-
-
 EXACT = {
     "the stream": Form,
     "containers": form(_containers_passed, block=_passes_containers, takes=2),
@@ -318,13 +313,6 @@ REFUSED = {
         form(_sum_attributes(lambda layer: layer.aux), block=_keep_in_attribute),
         r"layers\.0 keeps a differentiable tensor of shape \(\) in its attribute 'aux'",
     ),
-    "a detached attribute with a default": (
-        form(
-            _sum_attributes(lambda layer: getattr(layer, "seen", torch.ones(())).sum()),
-            block=_looked_at,
-        ),
-        r"layers\.0, which another pipeline stage holds, is read for 'seen'",
-    ),
     "a loss in a list of a closure": (
         _closures(),
         r"layers\.0 keeps a differentiable tensor of shape \(\) in the variable 'along'",
@@ -339,10 +327,6 @@ REFUSED = {
             each(lambda self, n, layer, x: layer(self.norms[n](x))), before=_part("norms", _norms)
         ),
         TURN,
-    ),
-    "a look at the stream that skips a block": (
-        form(each(lambda self, n, layer, x: layer(x) if x.abs().max() < 9 else x)),
-        r"ran without layers\.\d, whose output it (receives|sends)",
     ),
     "a counter of the model's own": (
         form(_count, before=_counter),

@@ -8,7 +8,7 @@ its gradients are cleared, and random numbers and buffers are put back. What eve
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
@@ -39,7 +39,7 @@ from forgekit.steps.audit.agreement import (
 from forgekit.steps.audit.plan import check_plan, keeping_buffers
 from forgekit.steps.audit.positions import check_positions
 from forgekit.steps.losses import Loss
-from forgekit.steps.micro_batch import LossFn, check_rows
+from forgekit.steps.micro_batch import LossFn, Peeked, check_rows
 
 
 class Finding(NamedTuple):
@@ -119,6 +119,27 @@ def audit(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> AuditRep
                 findings.append(Finding("tensor-parallel plan", "tp", found))
         findings += _rehearse(state, batch, loss_fn, compared)
     return AuditReport(tuple(findings))
+
+
+def audited(
+    state: TrainState, batches: Iterable[TensorDictBase], loss_fn: LossFn
+) -> Iterable[TensorDictBase]:
+    """Return a step's micro-batches, the first one audited before the first step of a process.
+
+    For loops that are written out over a stream: the first micro-batch is pulled now and comes
+    again, so that nothing is drawn twice. ``make_step`` calls it too.
+
+    Args:
+        state: As for ``audit``.
+        batches: The step's micro-batches, as for ``accumulate``.
+        loss_fn: As for ``audit``, which says what is raised.
+    """
+    if state.agreed_names is not None:
+        return batches
+    peeked = Peeked(batches)
+    for batch in peeked.first:
+        audit(state, batch, loss_fn)
+    return peeked
 
 
 @contextmanager
