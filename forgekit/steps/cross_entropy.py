@@ -82,10 +82,7 @@ def cross_entropy(logits: Tensor, labels: Tensor, z_loss: float = 0.0) -> Loss:
 def position_losses(
     logits: Tensor, labels: Tensor, z_loss: float = 0.0, *, is_target: Tensor | None = None
 ) -> Tensor:
-    """Cross-entropy at each position, ``[n]``, differentiable; 0 where there is no target.
-
-    Arguments and errors are those of ``cross_entropy``; ``is_target`` is ``labels != -100``.
-    """
+    """``cross_entropy`` at each position, ``[n]``, differentiable; 0 where there is no target."""
     check_shapes("logits", logits, labels)
     check_labels(labels, logits.shape[-1])
     is_target = (labels != IGNORED if is_target is None else is_target).reshape(-1)
@@ -305,16 +302,14 @@ def _gradient(
     return keep_rows_(p, is_target)
 
 
-def add_product_(
-    total: Tensor, gradient: Tensor, hidden: Tensor, *, is_first: bool = False
-) -> None:
-    """Add ``gradient.T @ hidden`` in place; as the first, what the total holds is not read."""
-    if total.dtype == gradient.dtype:
-        total.addmm_(gradient.T, hidden, beta=0 if is_first else 1)
+def add_product_(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool = False) -> None:
+    """Add ``a.T @ b`` to a total in place; as the first, what the total holds is not read."""
+    if total.dtype == a.dtype:
+        total.addmm_(a.T, b, beta=0 if is_first else 1)
     elif is_first:
-        total.copy_(gradient.T @ hidden)
+        total.copy_(a.T @ b)
     else:
-        total += gradient.T @ hidden
+        total += a.T @ b
 
 
 def chunk_rows(weight: Tensor) -> int:

@@ -259,14 +259,14 @@ class _Work:
                     module = self.stages.modules[self.stages.mine.index(stage)]
                     stack.enter_context(NoReads(module.parameters()))
                 if not is_last:
-                    raise _Left(out)
+                    raise _StopAtStage(out)
                 check_output(self._state.model, (), out)
                 return out
 
             try:
                 with explaining():  # here, as other ranks are told of it
                     loss = compute_loss(_Bound(self._state.model, output), batch, self._loss_fn)
-            except _Left as left:
+            except _StopAtStage as left:
                 return left.with_traceback(None).out  # whose frames hold all that ran
         if not is_last:
             raise ValueError(UNCALLED)
@@ -276,11 +276,11 @@ class _Work:
         """How the loss function calls the model: what decides which way a forward takes."""
 
         def leave(args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-            raise _Left(_kind_of(args, keywords))
+            raise _StopAtStage(_kind_of(args, keywords, self.stages.device))
 
         try:
             compute_loss(_Bound(self._state.model, leave), self._first, self._loss_fn)
-        except _Left as left:
+        except _StopAtStage as left:
             return left.with_traceback(None).out
         raise ValueError(UNCALLED)
 
@@ -326,7 +326,7 @@ def _shape_of(batch: TensorDictBase) -> torch.Size:
     return next(shapes, torch.Size((*batch.batch_size, 1)))
 
 
-def _kind_of(args: tuple[Any, ...], keywords: dict[str, Any]) -> str:
+def _kind_of(args: tuple[Any, ...], keywords: dict[str, Any], device: torch.device) -> str:
     """What decides which way a forward takes: which arguments there are, and of what type."""
     given = {**dict(enumerate(args)), **keywords}
     shown = sorted(
@@ -335,14 +335,16 @@ def _kind_of(args: tuple[Any, ...], keywords: dict[str, Any]) -> str:
         else f"{name} {type(value).__name__}"
         for name, value in given.items()
     )
-    accelerator = torch.accelerator.current_accelerator()
-    for device in ("cpu", *([accelerator.type] if accelerator else [])):
-        if torch.is_autocast_enabled(device):
-            shown.append(f"autocast to {torch.get_autocast_dtype(device)}")
+    kinds = {"cpu", device.type}
+    shown += [
+        f"autocast to {torch.get_autocast_dtype(kind)}"
+        for kind in sorted(kinds)
+        if torch.is_autocast_enabled(kind)
+    ]
     return ", ".join(shown) or "nothing"
 
 
-class _Left(BaseException):
+class _StopAtStage(BaseException):
     """Leaves a loss function at its call of the model; no ``except Exception`` holds it up."""
 
     def __init__(self, out: Any) -> None:

@@ -18,7 +18,14 @@ from torch.optim import Optimizer
 from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import full, shard_and_owners, size_of, world_of
 from forgekit.state import AgreedNames, TrainState
-from forgekit.steps.audit.agreement import Report, UnreducedError, agree, compare, difference
+from forgekit.steps.audit.agreement import (
+    Report,
+    UnreducedError,
+    agree,
+    compare,
+    coordinate_of,
+    difference,
+)
 from forgekit.steps.losses import Loss, pair_of
 from forgekit.steps.ranges import ranged
 
@@ -339,13 +346,12 @@ def names_of(sums: TensorCollection, *above: str) -> list[Any]:
 
 
 def _report(totals: Totals, state: TrainState) -> Report:
+    stated: dict[Any, Any] = {("samples", "", ()): totals.samples}
+    if state.layout.has_last:  # of a pipeline that stage alone knows them
+        stated["sums", "", ()] = names_of(totals.sums)
     checked = totals.checked
-    return Report.of(
-        state,
-        {("samples", "", ()): totals.samples},
-        sums=names_of(totals.sums),
-        unreduced=checked.unreduced,
-        problem=checked.problem,
+    return Report(
+        stated, coordinate_of(state), unreduced=checked.unreduced, problem=checked.problem
     )
 
 

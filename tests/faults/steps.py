@@ -167,7 +167,7 @@ FAULTS = [
     Fault("divide by micro-batches", "fsdp2 bf16", DIVIDED, "gradients", least=10),
     Fault("outputs that FSDP cannot look into", USERS, OPAQUE, "UnreducedError: "),
     Fault("blocks that ranks skip apart", USERS, SKIPPING, "is at layers.2 and rank 1 at layers.3"),
-    Fault("a weight read before the call", USERS, EARLY, "is a DTensor .* read it inside forward"),
+    Fault("a weight read before the call", USERS, EARLY, "is a DTensor .* Read it inside forward"),
     Fault("another metric on rank 1", USERS, ONE_MORE, "rank 1 reports other sums than rank 0"),
     Fault("a count that carries a gradient", USERS, COUNTS, "a count that carries a gradient"),
     Fault("NaN gradient with a finite loss", USERS, NAN, "a step was skipped"),

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 
-import attrs
 import pytest
 import torch
-from lab import SPEC, Watch, global_batch, lay_out
+from lab import Watch
 from pool import run_again
 from steps.projections import DIM, HIDDEN, LABELS, MASKED, VOCAB, WEIGHT, draw, reference
 from torch import Tensor
@@ -80,6 +79,8 @@ def _uneven(rank, world):
     other = init_device_mesh("cpu", (world,), mesh_dim_names=("dp_shard",))
     with pytest.raises(ValueError, match=r"logits is a DTensor over .*, not 'tp' alone"):
         fk.cross_entropy(spread(LOGITS, other, Shard(-1)), LABELS)
+    with pytest.raises(ValueError, match=r"weight is a DTensor over .* Read it inside forward"):
+        fk.linear_cross_entropy(HIDDEN, spread(WEIGHT, other, Shard(0)), LABELS)
     for label in (VOCAB, -1, -99):  # on all ranks, or those without an error would wait
         labels = LABELS.clone()
         labels[1, 0] = label
@@ -145,28 +146,3 @@ def test_one_collective_for_each_chunk_and_never_all_logits():
     for collectives, largest in run_again(_seen, 2, 40, 200, 10):
         assert collectives == 4
         assert largest == 10 * 200 / 2
-
-
-# A projection that is read while FSDP keeps it in shards
-
-
-def _early(model, batch):
-    weight = model.output.weight
-    hidden = model(batch["input_ids"], head=lambda hidden, _weight: hidden)
-    return fk.linear_cross_entropy(hidden, weight, batch["labels"])
-
-
-def _read_early(rank, world):
-    for sizes, names in (({"dp_shard": 2}, "'dp_shard',"), ({"tp": 2}, "'dp_shard', 'tp'")):
-        state = lay_out(fk.Transformer(attrs.evolve(SPEC, vocab_size=38)), sizes)
-        message = (
-            rf"^weight is a DTensor over the mesh dimensions \({names}\), not 'tp' alone: .* Read "
-            r"it inside forward, model\(ids, head=partial\(forgekit\.linear_cross_entropy"
-        )
-        with pytest.raises(ValueError, match=message):
-            fk.accumulate(state, [row[1] for row in global_batch(2)][1:2], _early)
-        assert all(p.grad is None for p in state.model.parameters())
-
-
-def test_a_projection_that_is_read_before_the_model_is_called_is_refused():
-    run_again(_read_early, 2)

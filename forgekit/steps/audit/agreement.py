@@ -86,7 +86,7 @@ class ModulesError(ValueError):
     """Ranks that run a module together were not all at it; raised on all of them."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen
 class Report:
     """What one rank is about to do.
 
@@ -105,15 +105,6 @@ class Report:
     unreduced: Sequence[str] = ()
     problem: str | None = None
     parameters: tuple[str, ...] = ()
-
-    @classmethod
-    def of(
-        cls, state: TrainState, stated: Mapping[Any, Any], *, sums: Any = None, **more: Any
-    ) -> Report:
-        """Report values, and names of sums, which the last stage of a pipeline alone knows."""
-        if sums is not None and state.layout.has_last:
-            stated = {**stated, ("sums", "", ()): sums}
-        return cls(stated=stated, coordinate=coordinate_of(state), **more)
 
 
 def agree(report: Report, state: TrainState, settings: Mapping[str, Any]) -> AgreedNames:
@@ -151,8 +142,8 @@ def check_replicas(state: TrainState) -> None:
     Raises:
         ValueError: On every rank, with the parameter, the mesh dimension and the likely cause.
     """
-    report = Report.of(state, replicas_of(state, gradients=False))
-    compare(exchange(report, world_of(state.mesh)))
+    stated = replicas_of(state, gradients=False)
+    compare(exchange(Report(stated, coordinate_of(state)), world_of(state.mesh)))
 
 
 def compare(reports: Sequence[Report]) -> list[Any]:

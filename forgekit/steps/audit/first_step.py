@@ -36,7 +36,8 @@ from forgekit.steps.audit.agreement import (
     digest_rows,
     replicas_of,
 )
-from forgekit.steps.audit.plan import check_plan, keeping_buffers
+from forgekit.steps.audit.copies import keeping_buffers
+from forgekit.steps.audit.plan import check_plan
 from forgekit.steps.audit.positions import check_positions
 from forgekit.steps.losses import Loss
 from forgekit.steps.micro_batch import LossFn, Peeked, check_rows
@@ -102,12 +103,13 @@ def audit(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> AuditRep
     if world == 1:
         return AuditReport()
     check_rows(batch)
-    data = tuple(coordinate_of(state).get(name, 0) for name in DATA_DIMENSIONS)
+    at = coordinate_of(state)
+    data = tuple(at.get(name, 0) for name in DATA_DIMENSIONS)
     numbers = {name: repr(getattr(state, name)) for name in ("step", "samples", "seed")}
     rows = {("rows", "", data): digest_rows(batch)}
     findings = [Finding("rows, step and seed", "world", f"{data_ranks(state.mesh)[1]} data ranks")]
     with _leaving_no_trace(state):
-        compare(exchange(Report.of(state, rows, settings=numbers), world))
+        compare(exchange(Report(rows, at, settings=numbers), world))
         compared = _modules_to_compare(state)
         with _comparing(state, compared):
             if layout.context > 1:
@@ -179,7 +181,7 @@ def _rehearse(
         step.add([batch] * count, loss_fn, last=True)
     stated = replicas_of(state, gradients=True)
     unreduced = (*step.totals.checked.unreduced, *sorted(read))
-    compare(exchange(Report.of(state, stated, unreduced=unreduced), world))
+    compare(exchange(Report(stated, coordinate_of(state), unreduced=unreduced), world))
     if compared:
         yield Finding("modules", "world", f"{len(compared)} in one order")
     yield Finding("gradients", "world", "all reduced")

@@ -12,7 +12,6 @@ hide what is behind it. FSDP sees nothing of this: its hooks are passed over.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -28,13 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
     Partial,
-    Placement,
     Replicate,
     Shard,
     distribute_tensor,
 )
 from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils._pytree import tree_map
 
 from forgekit.model.attention import attend_causal
 from forgekit.parallel.agreement import exchange, raise_together
@@ -44,10 +41,21 @@ from forgekit.parallel.layout import full
 from forgekit.parallel.tensor.styles import ROUTED, take_whole
 from forgekit.state import Layout, TrainState
 from forgekit.steps.audit.agreement import compare_modules
+from forgekit.steps.audit.copies import (
+    Inputs,
+    floating_tensors,
+    gather_parameter,
+    keeping_buffers,
+    map_tensors,
+    normal,
+    placement_of,
+    tensors_of,
+    widen,
+    with_attributes,
+)
 from forgekit.steps.audit.positions import beside_the_step, first_rows
 from forgekit.steps.micro_batch import LossFn, compute_loss, take_part
 from forgekit.steps.pipelined import evaluate_staged
-from forgekit.tensors import wide
 
 CLOSE = 1e-3
 """Largest difference over the size of what is compared; what is wrong differs by far more."""
@@ -171,16 +179,16 @@ class _Proof:
             for module, name in self._names.items():
                 if module in units:  # in place of its hooks, and of compiled code
                     run = partial(self._run, module, units)
-                    stack.enter_context(_with(module, {"_compiled_call_impl": run}))
+                    stack.enter_context(with_attributes(module, {"_compiled_call_impl": run}))
                 self._prepare(module, name, stack)
             yield
 
     def _prepare(self, module: nn.Module, name: str, stack: ExitStack) -> None:
         """Let a module compute as in this pass, for a while."""
         if self.layout.experts > 1 and self.layout.styles.get(name) == ROUTED:
-            stack.enter_context(_with(module, {"forward": self._stand_in}))
+            stack.enter_context(with_attributes(module, {"forward": self._stand_in}))
         elif self.is_whole:
-            stack.enter_context(_with(module, self.layout.unsharded.get(module, {})))
+            stack.enter_context(with_attributes(module, self.layout.unsharded.get(module, {})))
 
     @contextmanager
     def checking_parts(self) -> Iterator[None]:
@@ -195,7 +203,7 @@ class _Proof:
                 self._names |= {module: name for name, module in root.named_modules()}
                 for part in _parts_of(root, self.layout):
                     check = partial(self._check_part, part, part.forward)
-                    stack.enter_context(_with(part, {"forward": check}))
+                    stack.enter_context(with_attributes(part, {"forward": check}))
             yield
 
     def _check_part(
@@ -203,7 +211,7 @@ class _Proof:
     ) -> Any:
         """Run a part of a pipeline stage whole and sharded, before it runs as it is."""
         whole = self._gather_inputs(args, kwargs)
-        with _with(part, {"forward": forward}):
+        with with_attributes(part, {"forward": forward}):
             try:
                 self._run_part(part, whole, is_whole=True)
                 self._run_part(part, (args, kwargs), is_whole=False)
@@ -222,10 +230,9 @@ class _Proof:
     def _gather_inputs(self, *inputs: Any) -> Any:
         """Inputs as one rank would have them: joined, unless they are equal on all ranks."""
         tensors: list[Tensor] = []
-        _map(tensors.append, inputs)
+        map_tensors(tensors.append, inputs)
         digests = [
-            _state(_widen(full(t))).numbers.tolist() if t.is_floating_point() else 0
-            for t in tensors
+            _state(widen(full(t))).numbers.tolist() if t.is_floating_point() else 0 for t in tensors
         ]
         by_tensor = zip(*exchange(digests, group=self.ranks.get_group()), strict=True)
         are_equal = iter([all(other == first for other in others) for first, *others in by_tensor])
@@ -236,7 +243,7 @@ class _Proof:
             dim = 1 if self.layout.sequence > 1 and tensor.ndim > 2 else tensor.ndim - 1
             return self._join(tensor, dim)
 
-        return _map(gather, inputs)
+        return map_tensors(gather, inputs)
 
     def _run(self, module: nn.Module, units: set[nn.Module], *args: Any, **kwargs: Any) -> Any:
         """Run a module forward and backward; return what it returns, detached from its graph."""
@@ -246,23 +253,23 @@ class _Proof:
         at = name or type(module).__name__
         shown = repr(at)
         self.meet(at)  # before its parameters are gathered
-        inputs = _Inputs(is_inner=self._depth > 0)
+        inputs = Inputs(is_inner=self._depth > 0)
         if not inputs.is_inner:
             self._kept.close()  # of the call before
         self._depth += 1
         copies: dict[Tensor, Tensor] = {}  # of tied parameters one
         given: dict[str, Tensor] = {}
-        for leaf, tensor in _tensors_of(module, units):
+        for leaf, tensor in tensors_of(module, units):
             if tensor not in copies:
                 copies[tensor] = self._copy(tensor)
             given[leaf] = copies[tensor]
         weights = {repr(f"{name}.{leaf}".lstrip(".")): copy for leaf, copy in given.items()}
         with torch.enable_grad(), ExitStack() as held:
             held.enter_context(_reparametrize_module(module, given))
-            args, kwargs = _map(inputs.take, (args, kwargs))
+            args, kwargs = map_tensors(inputs.take, (args, kwargs))
             torch.manual_seed(0)  # what draws in evaluation too draws the same in both passes
             output = module.forward(*args, **kwargs)
-            tensors = _floating(output)
+            tensors = floating_tensors(output)
             self.meet(f"the end of {at}")
             if not self._is_alike(tensors):  # other audits say so
                 tensors = []
@@ -274,7 +281,7 @@ class _Proof:
             if not inputs.is_inner:  # FSDP keeps a root's parameters too: a loss may read them
                 self._kept.push(held.pop_all())
         self._depth -= 1
-        return _map(inputs.leave, output)
+        return map_tensors(inputs.leave, output)
 
     def _differentiate(
         self, call: str, ends: list[tuple[Tensor, Tensor]], starts: Mapping[str, Tensor]
@@ -330,10 +337,10 @@ class _Proof:
     def _slope(self, key: str, tensor: Tensor) -> Tensor:
         """The gradient to begin with: of one rank's part of a tensor that part of the whole's."""
         shape = tensor.shape if self.is_whole or key not in self.stated else self.stated[key].shape
-        dim, slope = self._shared(tensor.shape, shape), _draw(shape, tensor)
+        dim, slope = self._shared(tensor.shape, shape), normal(shape, tensor)
         if dim is not None:
             return slope.chunk(self.layout.tensor, dim)[self.ranks.get_local_rank()]
-        return slope if tensor.shape == shape else _draw(tensor.shape, tensor)
+        return slope if tensor.shape == shape else normal(tensor.shape, tensor)
 
     def _shared(self, part: torch.Size, whole: torch.Size) -> int | None:
         """The dimension of a tensor of which each rank has a part; None if there is none."""
@@ -346,13 +353,13 @@ class _Proof:
     def _copy(self, parameter: Tensor) -> Tensor:
         """A parameter as the pass has it, wide and moved a little; a copy of a buffer."""
         if not isinstance(parameter, nn.Parameter):
-            return _widen(parameter.clone())
-        value = _widen(_gather(parameter.detach()).to(self.device))
+            return widen(parameter.clone())
+        value = widen(gather_parameter(parameter.detach()).to(self.device))
         if value.is_floating_point():
             size = value.square().mean().sqrt()
             # Initial values are neutral (zeros, ones, equal rows), which would hide an error.
-            value = value + _draw(value.shape, value) * torch.where(size > 0, size, 1.0) * MOVED
-        if not self.is_whole and (placement := _placement(parameter)) is not None:
+            value = value + normal(value.shape, value) * torch.where(size > 0, size, 1.0) * MOVED
+        if not self.is_whole and (placement := placement_of(parameter)) is not None:
             value = distribute_tensor(value, self.ranks, [placement], src_data_rank=None)
         return value.requires_grad_(parameter.requires_grad)
 
@@ -381,120 +388,9 @@ def _parts_of(root: nn.Module, layout: Layout) -> Iterator[nn.Module]:
             waiting += module.children()
 
 
-@attrs.define(eq=False)
-class _Inputs:
-    """What a module is given: copies to differentiate for, and where a graph goes on around it."""
-
-    is_inner: bool
-    taken: list[Tensor] = attrs.field(factory=list)
-    given: list[Tensor] = attrs.field(factory=list)
-
-    def take(self, tensor: Tensor) -> Tensor:
-        """Detach and widen; the first of a block are hidden states, with a gradient in any case."""
-        if not tensor.is_floating_point():
-            return tensor
-        is_hidden = self.is_inner and not self.taken
-        copy = _widen(tensor.detach()).requires_grad_(tensor.requires_grad or is_hidden)
-        self.taken.append(copy)
-        self.given.append(tensor)
-        return copy
-
-    def leave(self, tensor: Tensor) -> Tensor:
-        """Detach; around the module the gradient passes to an input of the same shape as it is."""
-        out = full(tensor.detach()) if not self.is_inner else tensor.detach()
-        if not self.is_inner or not tensor.requires_grad:
-            return out
-        like = (g for g in self.given if g.requires_grad and g.shape == out.shape)
-        through = next(like, None)
-        return out.requires_grad_() if through is None else out + (through - through.detach())
-
-
-def _tensors_of(
-    module: nn.Module, units: set[nn.Module], prefix: str = ""
-) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of a module by name, without those of the units in it."""
-    yield from module.named_parameters(prefix, recurse=False)
-    yield from module.named_buffers(prefix, recurse=False)
-    for name, child in module.named_children():
-        if child not in units:
-            yield from _tensors_of(child, units, f"{prefix}.{name}".lstrip("."))
-
-
-def _gather(parameter: Tensor) -> Tensor:
-    """All of a parameter: first over the ranks of FSDP, or torch warns that it takes two steps."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    names = parameter.device_mesh.mesh_dim_names or ()
-    of_parts = [
-        placement if name in ("ep", "tp") else Replicate()
-        for name, placement in zip(names, parameter.placements, strict=True)
-    ]
-    return parameter.redistribute(placements=of_parts).full_tensor()
-
-
-def _placement(parameter: Tensor) -> Placement | None:
-    """How tensor parallelism shards a parameter; None if it does not."""
-    if not isinstance(parameter, DTensor):
-        return None
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return parameter.placements[names.index("tp")] if "tp" in names else None
-
-
-def _map(function: Callable[[Tensor], Any], value: Any) -> Any:
-    """Apply a function to every tensor in containers and dataclasses."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init]
-        changes = {name: _map(function, getattr(value, name)) for name in names}
-        return dataclasses.replace(value, **changes)
-    if isinstance(value, list | tuple | dict):
-        return tree_map(partial(_map, function), value, is_leaf=lambda one: one is not value)
-    return value
-
-
-def _floating(value: Any) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    _map(tensors.append, value)
-    return [full(tensor) for tensor in tensors if tensor.is_floating_point()]
-
-
-def _widen(tensor: Tensor) -> Tensor:
-    return tensor.to(wide(tensor.dtype)) if tensor.is_floating_point() else tensor
-
-
 def _state(tensor: Tensor) -> _Statement:
     """Measure a tensor by its norm and by products with random vectors from both sides."""
     rows = tensor.reshape(tensor.shape[0] if tensor.ndim > 1 else 1, -1)
     # A norm does not change when rows are in another order or have another sign; products do.
-    left, right = _draw((PROBES, rows.shape[0]), rows), _draw((rows.shape[1], PROBES), rows)
+    left, right = normal((PROBES, rows.shape[0]), rows), normal((rows.shape[1], PROBES), rows)
     return _Statement(tensor.shape, float(rows.norm()), (left @ rows @ right).double().cpu())
-
-
-def _draw(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Normal numbers, the same on every rank."""
-    generator = torch.Generator(like.device).manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=like.device)
-
-
-@contextmanager
-def _with(module: nn.Module, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Give a module other attributes for a while."""
-    before = {name: vars(module)[name] for name in attributes if name in vars(module)}
-    vars(module).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            vars(module).pop(name)
-        vars(module).update(before)
-
-
-@contextmanager
-def keeping_buffers(roots: list[nn.Module]) -> Iterator[None]:
-    """Give modules copies of their buffers for a while."""
-    with ExitStack() as stack:
-        for module in (module for root in roots for module in root.modules()):
-            buffers = {n: b if b is None else b.clone() for n, b in module._buffers.items()}
-            stack.enter_context(_with(module, {"_buffers": buffers}))
-        yield
