@@ -363,13 +363,13 @@ def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBa
         for count, batch in enumerate(batches, start=1):
             yield batch, count == size
         return
-    previous = None
+    pulled: list[TensorDictBase] = []
     for batch in batches:
-        if previous is not None:
-            yield previous, False
-        previous = batch
-    if previous is not None:
-        yield previous, True
+        if pulled:
+            yield pulled.pop(), False
+        pulled.append(batch)
+    if pulled:
+        yield pulled.pop(), True
 
 
 def _check_parameters(state: TrainState, sharded: FsdpStep) -> None:

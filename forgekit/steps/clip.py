@@ -140,7 +140,9 @@ def limit_spikes(
         False
     """
     now = torch.stack([totals["loss"] / totals["targets"], correction.grad_norm]).double()
-    recent = _window(recent, limit.window, now.device)
+    # A checkpoint may hold another number of steps than are asked for now.
+    empty = now.new_full((limit.window, 2), math.nan)
+    recent = empty if recent is None else torch.cat([empty, recent.to(now)])[-limit.window :]
     remembered = ~recent[:, 0].isnan()
     mean = recent.nanmean(0)
     deviation = (recent - mean).square().nanmean(0).sqrt().maximum(ROUNDING * mean.abs())
@@ -150,9 +152,3 @@ def limit_spikes(
     factor = torch.where(good, correction.factor, 0.0)
     moved = torch.cat([recent[1:], now[None]])
     return Correction(factor, correction.grad_norm, good), torch.where(good, moved, recent)
-
-
-def _window(recent: Tensor | None, window: int, device: torch.device) -> Tensor:
-    """The last steps, as many as asked for now; a checkpoint may hold another number."""
-    empty = torch.full((window, 2), math.nan, dtype=torch.float64, device=device)
-    return empty if recent is None else torch.cat([empty, recent.to(device)])[-window:]

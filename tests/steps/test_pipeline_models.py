@@ -555,7 +555,7 @@ def _count_compiled(rank, world):
     state = lay_out(model, {"pp": world}, _sgd)
     counts, batches = [], _batches(4)
     expected = reference_gradients(kind(4), [batches], loss_fn)
-    for _ in range(3):
+    for _ in range(2):
         _assert_exact(_found(state, batches), expected)
         counts.append(len(compiled))
     return counts
@@ -564,4 +564,4 @@ def _count_compiled(rank, world):
 def test_compiled_blocks_send_what_they_return():
     for counts in run_again(_count_compiled, 2):
         assert counts[0] > 0
-        assert counts[2] == counts[0]
+        assert counts[1] == counts[0]

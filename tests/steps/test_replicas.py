@@ -168,11 +168,13 @@ def batches():
     return [row[0] for row in global_batch(1)]
 
 
-def step_of(states, batches, exchange, loss_fn=logits_loss):
+def step_of(states, batches, exchange, loss_fn=logits_loss, *, votes=False):
     parts = shares(batches, len(states), 2)
     totals = [fk.accumulate(s, part, loss_fn) for s, part in zip(states, parts, strict=True)]
-    vote = torch.ones_like(totals[0]["loss"])  # of the first, which may have no rows
-    return exchange(states, [one.plus(stop=vote * (n == 0)) for n, one in enumerate(totals)])
+    if votes:  # of the first, which may have no rows
+        vote = torch.ones_like(totals[0]["loss"])
+        totals = [one.plus(stop=vote * (n == 0)) for n, one in enumerate(totals)]
+    return exchange(states, totals)
 
 
 def skips_a_layer(model, batch):
@@ -199,9 +201,8 @@ def skips_a_layer(model, batch):
 def test_groups_train_as_one(batches, spec, groups, adapters, loss_fn):
     one, *states = (build(spec=spec, adapters=adapters) for _ in range(1 + groups))
     one, expected, _ = finish(one, fk.accumulate(one, batches, loss_fn))
-    for state, totals in zip(
-        states, step_of(states, batches, Exchange(groups), loss_fn), strict=True
-    ):
+    summed = step_of(states, batches, Exchange(groups), loss_fn, votes=True)
+    for state, totals in zip(states, summed, strict=True):
         new, reduced, _ = finish(state, totals)
         assert_same(everything(new), everything(one), 1e-9, 1e-12)
         found, wanted = (dict(each.sums.items(True, True)) for each in (reduced, expected))
