@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
-from covering import in_turn
+from covering import first_of, in_turn
 from lab import (
     alone,
     full_tensors,
@@ -255,7 +256,17 @@ def _mixed(rank, world, uses, way):
     return mean_gradients(state, batches, _branch_loss, sync=sync)
 
 
-@pytest.mark.parametrize(("uses", "way"), in_turn(list(USES), list(WAYS)))
+SOME = [
+    ("in the last", "bf16"),
+    ("in the last", "zbv"),
+    ("in the first", "fp16, every"),
+    ("by data", "bf16"),
+    ("by data, last", "fp32"),
+    ("never", "bf16"),
+]
+
+
+@pytest.mark.parametrize(("uses", "way"), first_of(SOME, product(USES, WAYS)))
 def test_parameters_and_blocks_that_are_used_late_or_never_are_exact(uses, way):
     """And those beside them in what FSDP sends."""
     sizes, *_, bound = WAYS[way]
