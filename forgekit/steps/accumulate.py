@@ -385,8 +385,8 @@ def _check_parameters(state: TrainState, sharded: FsdpStep) -> None:
     plain = [tuple(p.shape) for p in held if not isinstance(p, DTensor)]
     if plain and world_of(state.mesh) > 1:
         raise ValueError(
-            f"the optimizer holds {len(plain)} parameters (first: {plain[0]}) that are not sharded "
-            "nor their gradients reduced. Add them to the model before parallelize."
+            f"the optimizer holds {len(plain)} parameters (first: {plain[0]}) that are not "
+            "sharded: their gradients would not be reduced. Add them before parallelize."
         )
 
 
