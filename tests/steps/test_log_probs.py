@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
-import attrs
 import pytest
 import torch
-from lab import SPEC, Watch, full, global_batch, lay_out
+from lab import Watch
 from pool import run_again
 from steps.projections import HIDDEN, LABELS, MASKED, PLACES, ROWS, WEIGHT, draw
-from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -20,8 +17,6 @@ import forgekit as fk
 from forgekit.steps import log_probs as log_probs_file
 
 SLOPES = draw(2, ROWS, PLACES, seed=3)  # each position has its own: what a policy's loss does
-
-EVEN = attrs.evolve(SPEC, vocab_size=38)  # two ranks can share it
 
 
 def expected(temperature: float, uses_entropy: bool) -> list[Tensor]:
@@ -107,39 +102,6 @@ def test_ranks_that_share_the_vocabulary_find_the_same():
         for mine, first, wanted in zip(here, everyone[0], expected(0.7, True), strict=True):
             assert torch.equal(mine, first)
             torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
-
-
-def _policy_loss(model, batch) -> fk.Loss:
-    """Not the sum of log-probabilities: each position has its own slope."""
-    head = partial(fk.linear_log_probs, labels=batch["labels"], temperature=0.8)
-    log_probs = model(batch["input_ids"], head=head)
-    return fk.Loss(log_probs.exp().sum(), (batch["labels"] != -100).sum())
-
-
-def _rows(layout: dict[str, int]) -> list[list[TensorDict]]:
-    """``[micro-batch][reader]``, of 16 positions, which ranks can share."""
-    return [global_batch(layout.get("dp_shard", 1), seed=seed)[1] for seed in range(3)]
-
-
-def _train(rank: int, world: int, layout: dict[str, int]) -> dict[str, Tensor]:
-    state, rows = lay_out(fk.Transformer(EVEN).double(), layout), _rows(layout)
-    batches = [row[rank % len(row)] for row in rows]
-    fk.accumulate(state, batches, _policy_loss)
-    return {name: full(p.grad) / state.loss_scale for name, p in state.model.named_parameters()}
-
-
-def test_as_a_head_inside_a_sharded_model():
-    layout = {"tp": 2}
-    model = fk.Transformer(EVEN).double()
-    for row in _rows(layout):
-        for batch in row:
-            log_p = (model(batch["input_ids"]) / 0.8).log_softmax(-1)
-            labels = batch["labels"]
-            picked = log_p.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-            picked[labels != -100].exp().sum().backward()
-    for gradients in run_again(_train, 2, layout):
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("temperature", [0.0, math.nan, math.inf, -0.5, 1e-31, 1e-45])
