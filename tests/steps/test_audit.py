@@ -281,6 +281,13 @@ def test_an_audit_of_one_process_compares_nothing():
     assert state.model.calls == 0
 
 
+def test_an_audited_stream_has_each_micro_batch_once():
+    given = vectors(0, 3)
+    for batches in (given, iter(given)):
+        seen = fk.steps.audited(alone(_Model().double()), batches, _loss)
+        assert all(one is wanted for one, wanted in zip(seen, given, strict=True))
+
+
 def _options_apart(rank, world):
     apart = {
         "max_norm": {"max_norm": 1.0 + rank},
