@@ -99,7 +99,7 @@ def _refuse(state, message):
     step = fk.make_step(_loss, schedule=fk.constant(0.1))
     with pytest.raises(ValueError, match=message) as caught:
         step(state, [_batch()])
-    assert "take positions from the batch (position_ids) or a socket" in str(caught.value)
+    assert "take positions from the batch (position_ids) or self.locate" in str(caught.value)
     assert is_kept(state.model, before)
     assert state.model.training
 
