@@ -38,10 +38,7 @@ from forgekit.steps.losses import Loss, RowSums, check_labels, check_shapes, kee
 from forgekit.tensors import wide
 
 LOGITS, LOGITS_ON_CPU = 2**27, 2**21
-"""Numbers of logits in a chunk, on an accelerator and on a CPU.
-
-Tensors without values, as in ``forgekit plan``, stand for those of an accelerator.
-"""
+"""Numbers of logits in a chunk, on an accelerator (or a tensor without values) and on a CPU."""
 
 TENSOR = "tp"
 """The mesh dimension whose ranks share the vocabulary."""
