@@ -30,10 +30,9 @@ oracle: .venv/dev .venv/torchao ## compare every combination of layout, data and
 	$(BIN)/pytest -m oracle tests $(ARGS)
 
 # One case of each kind is in `make test`.
-chaos: .venv/dev ## kill, stop and starve runs in every way; write what they lose into the docs (long)
-	$(BIN)/pytest -m "chaos or not chaos" tests/chaos tests/rollouts/test_kills.py --ignore=tests/chaos/test_table.py \
-	    -o faulthandler_timeout=4000 --junitxml=build/chaos.xml $(ARGS)
-	$(BIN)/python tests/chaos/survival.py build/chaos.xml
+chaos: .venv/dev ## kill, stop and starve runs in every way; what they lose is what the docs say (long)
+	$(BIN)/pytest -m "chaos or not chaos" tests/chaos tests/rollouts/test_kills.py \
+	    -o faulthandler_timeout=4000 $(ARGS)
 
 bench: .venv/dev ## run the benchmarks, each beside its baseline, and check their targets
 	$(BIN)/pytest benchmarks $(ARGS)

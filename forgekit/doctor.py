@@ -74,7 +74,7 @@ def check_folder(directory: Path) -> Iterator[Check]:
         return
     yield from _run_in(directory)
     other = "Make room, if it is full. Checkpoints need it: choose an out= on another file system."
-    lock = "See to it yourself that no second run writes into the directory."
+    lock = "Make sure that no second run writes into the directory."
     try:
         yield _tried("rename", lambda: _rename(folder), other)
         yield _tried("lock", lambda: _lock(folder), lock, otherwise="note")
@@ -87,9 +87,9 @@ def _run_in(directory: Path) -> Iterator[Check]:
     with suppress(OSError, ValueError):
         status = parse_json(read_regular(directory / "status.json"))["status"]
         if is_running(directory):
-            yield Check("run", "note", "one goes on in this directory; a second one is refused.")
+            yield Check("run", "note", "a run is active here; a second one is refused.")
         elif status == "running":
-            yield Check("run", "note", "one was killed here; its own command resumes it.")
+            yield Check("run", "note", "a run was killed here; the same command resumes it.")
         else:
             yield Check("run", "ok", f"the last one here is {status}")
 

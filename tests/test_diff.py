@@ -84,7 +84,7 @@ def test_line_ends_that_an_editor_gave_a_copy_are_no_change(recipes, capsys):
 
 def unstamped(recipes):
     mine(recipes).write_text(FIRST)
-    return "no line '# Copied from forgekit ...' stands at its top. `forgekit cp` writes it."
+    return "no line '# Copied from forgekit ...' at its top, so its recipe is unknown."
 
 
 def gone(recipes):

@@ -40,10 +40,10 @@ def test_a_run_of_the_directory_is_told_from_a_killed_one(tmp_path):
     (tmp_path / "status.json").write_text('{"status": "finished"}')
     assert outcome() == ("ok", "the last one here is finished")
     (tmp_path / "status.json").write_text('{"status": "running"}')
-    assert outcome() == ("note", "one was killed here; its own command resumes it.")
+    assert outcome() == ("note", "a run was killed here; the same command resumes it.")
     with (tmp_path / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert outcome() == ("note", "one goes on in this directory; a second one is refused.")
+        assert outcome() == ("note", "a run is active here; a second one is refused.")
 
 
 def launched(rank, world, port, out):
@@ -75,7 +75,7 @@ def refuse(*arguments, **options):
 @pytest.mark.parametrize(
     ("part", "name", "outcome", "remedy"),
     [
-        ((fcntl, "flock"), "lock", "note", "See to it yourself that no second run writes"),
+        ((fcntl, "flock"), "lock", "note", "Make sure that no second run writes"),
         ((Path, "rename"), "rename", "BAD", "Make room, if it is full. Checkpoints need it: "),
     ],
 )

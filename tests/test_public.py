@@ -1,4 +1,7 @@
-"""The public face: what the contract names is there, documented, and cheap to import."""
+"""The public face: what the contract names is there, documented, and cheap to import.
+
+``.ci/run`` runs what starts processes or builds the wheel; ``make oracle`` does, too.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import stub
+from covering import some_of
 
 import forgekit as fk
 
@@ -103,6 +107,7 @@ _ALL = (
 )
 
 
+@pytest.mark.oracle
 def test_all_public_names_are_imported_silently_and_extras_wait():
     """What the import costs is measured by a benchmark, beside the libraries that it needs."""
     command = [sys.executable, "-W", "error::DeprecationWarning:forgekit", "-c", _ALL]
@@ -124,7 +129,7 @@ print(*sys.modules, file=sys.stderr)
 """
 
 
-@pytest.mark.parametrize("words", ["--help", "cp pretrain", "diff --help"])
+@pytest.mark.parametrize("words", some_of(["--help", "cp pretrain", "diff --help"], "--help"))
 def test_a_command_that_computes_nothing_starts_without_torch(words, tmp_path):
     command = [sys.executable, "-c", _COMMAND, *words.split()]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
@@ -159,6 +164,7 @@ def test_recipes_use_public_names_alone():
             assert not module.startswith("recipes"), path.name
 
 
+@pytest.mark.oracle
 def test_the_wheel_carries_recipes_and_types(tmp_path):
     """An installed forgekit has the recipes to copy, although they stand beside the package."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]

@@ -41,7 +41,7 @@ def add_plan(commands: Any) -> None:
         "plan",
         parents=[_options()],
         allow_abbrev=False,
-        help="find a recipe's memory, collectives and time without its machines",
+        help="estimate a recipe's memory, collectives and time without its machines",
         usage="forgekit plan RECIPE [--config FILE] [KEY=VALUE ...] [OPTIONS]",
     )
     recipe = "a .py file, or a name of `forgekit ls`"
@@ -57,7 +57,7 @@ def _options() -> argparse.ArgumentParser:
     option("--world", metavar="N", type=int, default=1, help="number of devices (1)")
     option("--device", metavar="NAME", default="h100", help="a100, h100, h200 or b200 (h100)")
     option("--node-size", metavar="N", type=int, default=8, help="devices of a node (8)")
-    limit = "what tensors may take of a device (92%% of its memory)"
+    limit = "memory for tensors on a device (92%% of it)"
     option("--memory", metavar="GIB", type=float, help=limit)
     option("--json", action="store_true", help="print JSON")
     option("--sweep", action="store_true", help="rank the layouts of so many devices")
@@ -129,7 +129,7 @@ def _sweep(options: argparse.Namespace, config: Any, run: Any) -> int:
 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        plans, left_out = sweep(
+        plans, refused = sweep(
             layouts(config, options.world, options.node_size),
             lighter_settings(config),
             lambda mesh, changes: run(attrs.evolve(config, mesh=mesh, **changes)),
@@ -138,11 +138,10 @@ def _sweep(options: argparse.Namespace, config: Any, run: Any) -> int:
     finally:
         signal.signal(signal.SIGTERM, before)
     if options.json:
-        trees = [*(plan.as_json() for plan in plans), *map(attrs.asdict, left_out)]
-        print(json.dumps(trees, indent=1))
+        print(json.dumps([*(plan.as_json() for plan in plans), *refused], indent=1))
     else:
-        show_sweep(plans, left_out, _console())
-    if any(one.refused == INTERRUPTED for one in left_out):
+        show_sweep(plans, refused, _console())
+    if any(one["refused"] == INTERRUPTED for one in refused):
         return 130
     return 0 if plans else 1
 

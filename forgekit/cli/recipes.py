@@ -161,8 +161,8 @@ def _diff(options: argparse.Namespace) -> int:
     first, rest = _first_line(copy.read_text("utf-8-sig", "replace"))
     if (stamp := STAMP.match(rest)) is None:
         raise UsageError(
-            f"{copy} does not say which recipe it was copied from: no line '# Copied from forgekit "
-            "...' stands at its top. `forgekit cp` writes it."
+            f"{copy} has no line '# Copied from forgekit ...' at its top, so its recipe is "
+            "unknown. `forgekit cp` writes it."
         )
     version, file, digest = stamp.groups()
     old, new = (f"recipes/{file} of forgekit {v}" for v in (version, VERSION))

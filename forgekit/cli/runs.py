@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def add_runs(commands: Any) -> None:
     """Declare the commands and their arguments."""
-    replay = commands.add_parser("replay", help="look at a bad step of a run again")
+    replay = commands.add_parser("replay", help="recompute a bad step of a run")
     option = replay.add_argument
     option("run", metavar="RUN", type=file_path, help="a run directory")
     option("--step", metavar="N", type=int, help="as in metrics.jsonl (the last bad one)")
@@ -118,7 +118,7 @@ def _replay(options: argparse.Namespace) -> int:
     from forgekit.metrics.records import finite
 
     if not options.run.is_dir():
-        raise UsageError(f"{options.run} is no run directory. Name what a recipe's out= was.")
+        raise UsageError(f"{options.run} is not a run directory; name the recipe's out=.")
     bad_steps = {row["step"]: row for row in _rows(options.run / "bad_steps.jsonl")}
     step = options.step if options.step is not None else max(bad_steps, default=None)
     if step is None:
@@ -144,12 +144,9 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     from forgekit.metrics import read_metrics
 
     try:
-        rows = read_metrics(path) if path.is_file() else []
+        return read_metrics(path) if path.is_file() else []
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from None
-    if wrong := [row["step"] for row in rows if not isinstance(row["step"], int)]:
-        raise UsageError(f"{path} has the step {wrong[0]!r}. Repair or delete that line.")
-    return rows
 
 
 def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) -> Replay:

@@ -7,6 +7,7 @@ after the other, each given what the others have broadcast to it; all others do 
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -25,7 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from forgekit.data.batch import IGNORED
-from forgekit.data.groups import groups
+from forgekit.data.groups import Group, groups
 from forgekit.mesh import DIMENSIONS, data_ranks
 from forgekit.metrics.device_specs import MACHINES
 from forgekit.metrics.flops import Flops
@@ -165,6 +166,12 @@ class Plan:
         return max(rank["memory"]["peak"] for rank in self.ranks)
 
     @property
+    def lasting(self) -> int:
+        """Bytes that a rank needs between two steps, whatever a step computes and keeps."""
+        of_ranks = (rank["memory"] for rank in self.ranks)
+        return max(memory["parameters"] + memory["optimizer"] for memory in of_ranks)
+
+    @property
     def device_hours(self) -> float:
         """Device hours for a billion targets."""
         return 1e9 / self.tokens_per_second_per_device / 3600
@@ -271,19 +278,20 @@ def _plan_rank(
             return measure_step(built, watch, job.micro_batches(built), agreed_names)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise PlanError(
-                f"the step reads a number that computation gives ({error.func}), and forgekit plan "
-                "computes none. Use torch.where in place of an if, or plan without this part."
+                f"the step reads a computed value ({error.func}), and forgekit plan computes no "
+                "values. Use torch.where instead of an if, or plan without this part."
             ) from error
 
 
 def measure_step(
     built: Any, watch: StepWatch, micro_batches: int, agreed_names: AgreedNames | None = None
 ) -> PlannedRank:
-    """Take two steps of a recipe and measure the second, which is like all later ones.
+    """Take steps of a recipe and measure what a later one does.
 
-    The first is taken in its parts, without what a run proves once. Of many micro-batches three are
-    run, as those between the first and the last are like the second; in a pipeline all of them,
-    since its schedule depends on their number. Experts get equal loads.
+    The first step is taken in its parts, without what a run proves once. Of many micro-batches
+    three are run, as those between the first and the last are like the second. A pipeline's
+    schedule depends on their number: two steps of few micro-batches show what a round of one per
+    rank adds. Experts get equal loads.
 
     Args:
         built: What a recipe's ``setup`` returned, within ``watch``.
@@ -294,32 +302,40 @@ def measure_step(
     Returns:
         What the step does.
     """
-    state = built.state
+    state, mesh = built.state, built.state.mesh
     watch.label("parameters", [*state.model.parameters(), *state.model.buffers()])
     for module in state.model.modules():
         if isinstance(module, Router):  # choices by tokens need values
             module.spec = attrs.evolve(module.spec, force_balance=True, bias_rate=None)
-    is_staged = state.layout.stages is not None
-    run = micro_batches if is_staged else min(micro_batches, 3)
-    batches = groups(built.loader, run)
     if agreed_names is not None:
         state = donate(state, agreed_names=agreed_names)
-    first = next(batches)
-    state = _first_step(built, state, first if is_staged else [next(iter(first))])
+    stages, ranks, first = state.layout.stages, size_of(mesh, "pp"), 1
+    counts = [min(micro_batches, 3)]
+    if stages is not None:
+        first, counts = min(micro_batches, stages.count), [micro_batches]
+        # From twice as many as there are ranks on, all schedules hold the same number at once.
+        if micro_batches > 3 * ranks and micro_batches % ranks == 0:
+            counts = [2 * ranks, 3 * ranks]
+    stream, steps = groups(built.loader, 1), []
+    state = _first_step(built, state, _Marked(stream, first, watch))
     _end_step(watch, state)
-    watch.begin()
-    marked = _Marked(next(batches), watch)
-    state, _ = built.step(state, marked)
-    _end_step(watch, state)
-    work, mesh = watch.work, state.mesh
+    for run in counts:
+        watch.begin()
+        marked = _Marked(stream, run, watch)
+        state, _ = built.step(state, marked)
+        _end_step(watch, state)
+        watch.work.memory.update(watch.memory())
+        steps.append(watch.work)
+    work = watch.work
     if run < micro_batches:
-        work = work.plus(marked.marks[2].plus(marked.marks[1], -1), micro_batches - run)
+        before, after = marked.marks[1:] if stages is None else steps
+        work = work.plus(after.plus(before, -1), (micro_batches - run) // ranks)
     whole = Flops.of(state.model)
     sizes = {name: size_of(mesh, name) for name in DIMENSIONS}
     return PlannedRank(
         rank=dist.get_rank(),
         agreed_names=state.agreed_names if state.layout.has_last else None,
-        memory=watch.memory(),
+        memory={name: work.memory[name] for name in (*CATEGORIES, "peak")},
         work=work,
         dimensions={call: dimension_of(call, mesh) if mesh else "" for call in work.calls},
         layout=sizes | {"ep": state.layout.experts},
@@ -345,19 +361,19 @@ def _end_step(watch: StepWatch, state: TrainState) -> None:
 
 
 class _Marked:
-    """A group of micro-batches that records the work at each pull, and the targets."""
+    """The next micro-batches of a stream; records the work at each pull, and the targets."""
 
-    def __init__(self, group: Any, watch: StepWatch) -> None:
-        self._group, self._watch = group, watch
-        self.samples = getattr(group, "samples", None)
+    def __init__(self, stream: Iterator[Group], count: int, watch: StepWatch) -> None:
+        self._stream, self._count, self._watch = stream, count, watch
         self.marks: list[Work] = []
         self.targets = 0
 
     def __len__(self) -> int:
-        return len(self._group)
+        return self._count
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        for batch in self._group:
+        for group in itertools.islice(self._stream, self._count):
+            (batch,) = group
             self.marks.append(Work().plus(self._watch.work, 1))
             labels = batch.get("labels", batch.get("input_ids", torch.empty(0)))
             self.targets += int((labels != IGNORED).sum())

@@ -23,67 +23,53 @@ Changes = Mapping[str, Any]
 """Settings besides the layout, by key."""
 
 
-@attrs.frozen
-class LeftOut:
-    """An invalid layout of a sweep.
-
-    Attributes:
-        layout: Its sizes.
-        refused: Why.
-    """
-
-    layout: dict[str, int]
-    refused: str
-
-
 def sweep(
     specs: Sequence[MeshSpec],
     changes: Sequence[Changes],
     plan: Callable[[MeshSpec, Changes], Plan],
     tell: Callable[[str], None],
-) -> tuple[list[Plan], list[LeftOut]]:
+) -> tuple[list[Plan], list[dict[str, Any]]]:
     """Plan layouts and rank them: those that fit first, by time per target.
 
     Args:
         specs: As from ``layouts``.
-        changes: As from ``lighter_settings``; of each layout the first that fits counts.
+        changes: As from ``lighter_settings``; of each layout the first that fits counts, or the
+            first whose parameters and optimizer alone do not, as no setting makes these smaller.
         plan: Plans one layout; its errors make a layout invalid. KeyboardInterrupt ends the sweep.
         tell: Called with a line for each layout that is planned or invalid.
 
     Returns:
-        The plans, the best first, and what is invalid: each of ``specs`` is in one of them.
+        The plans, the best first, and each other ``layout`` with why it was ``refused``.
     """
     plans: list[Plan] = []
-    left_out: list[LeftOut] = []
+    refused: list[dict[str, Any]] = []
     with suppress(KeyboardInterrupt):
         for spec in specs:
             try:
                 one = _first_that_fits(spec, changes, plan)
             except Exception as error:
-                left_out.append(LeftOut(attrs.asdict(spec), f"{type(error).__name__}: {error}"))
-                tell(f"{named(attrs.asdict(spec))}: {left_out[-1].refused}")
+                layout, why = attrs.asdict(spec), f"{type(error).__name__}: {error}"
+                refused.append({"layout": layout, "refused": why})
+                tell(f"{named(layout)}: {why}")
                 continue
             plans.append(one)
             tell(f"{one}: {one.step_seconds:.3f} s{'' if one.fits else ', does not fit'}")
-    rest = specs[len(plans) + len(left_out) :]
-    left_out += [LeftOut(attrs.asdict(spec), INTERRUPTED) for spec in rest]
-    return sorted(plans, key=order_of), left_out
+    rest = specs[len(plans) + len(refused) :]
+    refused += [{"layout": attrs.asdict(spec), "refused": INTERRUPTED} for spec in rest]
+    # Steps differ in their targets.
+    order = sorted(plans, key=lambda one: (not one.fits, -one.tokens_per_second_per_device))
+    return order, refused
 
 
 def _first_that_fits(
     spec: MeshSpec, changes: Sequence[Changes], plan: Callable[[MeshSpec, Changes], Plan]
 ) -> Plan:
-    *first, last = changes
-    for change in first:
-        planned = plan(spec, change)
-        if planned.fits:
-            return attrs.evolve(planned, changed=dict(change))
-    return attrs.evolve(plan(spec, last), changed=dict(last))
-
-
-def order_of(plan: Plan) -> tuple[bool, float]:
-    """Sort key: layouts that fit first, by time per target, as steps differ in targets."""
-    return not plan.fits, -plan.tokens_per_second_per_device
+    planned = plan(spec, changes[0])
+    for change in changes[1:]:
+        if planned.fits or planned.lasting > planned.memory_limit:
+            break
+        planned = attrs.evolve(plan(spec, change), changed=dict(change))
+    return planned
 
 
 def lighter_settings(config: Any) -> list[Changes]:
@@ -128,14 +114,14 @@ def layouts(config: Any, world: int, node_size: int) -> list[MeshSpec]:
             if ranks % shards == 0 and shards * cp % ep == 0:
                 sizes = {"pp": pp, "tp": tp, "cp": cp, "ep": ep}
                 specs.add(MeshSpec(**sizes, dp_replicate=ranks // shards, dp_shard=shards))
-    return sorted(specs, key=lambda one: (_model_ranks(one), one.pp, one.cp, one.ep, -one.dp_shard))
+    return sorted(
+        specs, key=lambda one: (one.pp * one.tp * one.cp, one.pp, one.cp, one.ep, -one.dp_shard)
+    )
 
 
-def _model_ranks(spec: MeshSpec) -> int:
-    return spec.pp * spec.tp * spec.cp
-
-
-def show_sweep(plans: Sequence[Plan], left_out: Sequence[LeftOut], console: Console) -> None:
+def show_sweep(
+    plans: Sequence[Plan], refused: Sequence[Mapping[str, Any]], console: Console
+) -> None:
     """Print layouts, the best first, and the reasons of invalid ones."""
     lines = Table("layout", "fits", title="device-hours of a billion targets", title_justify="left")
     for name in ("peak GiB", "step s", "tokens/s/device", "device-hours", "MFU"):
@@ -151,5 +137,5 @@ def show_sweep(plans: Sequence[Plan], left_out: Sequence[LeftOut], console: Cons
             f"{plan.mfu:.1%}",
         )
     console.print(lines)
-    for reason, count in Counter(one.refused for one in left_out).most_common():
+    for reason, count in Counter(one["refused"] for one in refused).most_common():
         console.print(f"{count} x {reason}", markup=False)

@@ -321,7 +321,7 @@ class RedisSource:
         try:
             pipe.execute()
         except self._away as error:
-            raise ConnectionError(f"{self!r} is away: {error}") from error
+            raise ConnectionError(f"{self!r} cannot be reached: {error}") from error
         self._held.difference_update(ids)
 
 

@@ -334,12 +334,12 @@ class RolloutStream:
         if state.samples != self.samples:
             raise RuntimeError(
                 f"samples up to {self.samples} were handed out and the state has taken "
-                f"{state.samples}: a step failed in between, after which stream.give_back() is "
-                "due, or the stream did not start at state.samples."
+                f"{state.samples}: a step failed in between (call stream.give_back() then), or "
+                "the stream did not start at state.samples."
             )
         if self._unnoted > 1:
             raise RuntimeError(
-                f"{self._unnoted} steps were taken since the last commit, so nothing tells which "
+                f"{self._unnoted} steps were taken since the last commit, so it is unknown which "
                 "of them changed nothing. Call stream.commit(state, saved=False) after each."
             )
         self._unnoted = 0

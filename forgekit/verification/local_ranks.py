@@ -127,7 +127,7 @@ def _failure(rank: int, folder: Path) -> str:
     if error.exists():
         return f"raised {error.read_text()}"
     output = _lines(folder / f"rank{rank}.log", slice(-LOG_LINES, None))
-    return f"died without an error of its own.{output}"
+    return f"died without raising an error.{output}"
 
 
 def _hanging(late: list[int], world: int, folder: Path, timeout_s: float) -> str:
@@ -137,7 +137,7 @@ def _hanging(late: list[int], world: int, folder: Path, timeout_s: float) -> str
     text = f"of {world} ranks {names} did not finish within {timeout_s:g} s."
     for rank in late:
         if stack := _lines(folder / f"rank{rank}.stack", slice(LOG_LINES)):
-            text += f"\nrank {rank} is here:{stack}"
+            text += f"\nrank {rank} is at:{stack}"
     return text
 
 

@@ -13,26 +13,22 @@ SHOWN = 10
 """Maximum number of parameters in the table."""
 _HINTS = MappingProxyType(
     {
-        SPLIT: "the gradient depends on how a batch is split into micro-batches. Return "
-        "fk.Loss(sum, count) with nothing divided in loss_fn; layers that mix rows (BatchNorm) "
-        "cannot be split. If it is meant (an auxiliary loss per micro-batch), --keep-split "
-        "(split=False) allows it.",
-        "one process": "the step itself differs from a plain backward pass: loss_fn or the model "
-        "keeps something from one call to the next, or draws random numbers.",
-        "dp_replicate": "gradients are not summed over the data-parallel ranks. Does the state "
-        "have its mesh, does loss_fn divide by a count of its own, does it use weights outside of "
-        "forward?",
-        "dp_shard": "gradients of sharded parameters are not reduced, or not by sums. Does the "
-        "state have its mesh, does loss_fn divide by a count of its own, use weights outside of "
-        "forward, or does a module return what FSDP cannot look into (an object that is no "
-        "dataclass)?",
-        "cp": "each rank holds a slice of every sequence. Take positions from the batch or from "
-        "model.locate, never from arange; mix positions in attend alone; divide nothing in "
-        "loss_fn.",
+        SPLIT: "the gradient depends on the split into micro-batches. Return fk.Loss(sum, count) "
+        "with nothing divided in loss_fn; layers that mix rows (BatchNorm) cannot be split. "
+        "--keep-split (split=False) allows a loss that is meant to depend on it.",
+        "one process": "the step differs from a plain backward pass: loss_fn or the model keeps "
+        "state between calls, or draws random numbers.",
+        "dp_replicate": "gradients are not summed over data-parallel ranks. Does the state have "
+        "its mesh? Does loss_fn divide by its own count, or use weights outside of forward?",
+        "dp_shard": "gradients of sharded parameters are not summed. Does the state have its mesh? "
+        "Does loss_fn divide by its own count, or use weights outside of forward? FSDP looks into "
+        "tensors, containers and dataclasses that a module returns, and into nothing else.",
+        "cp": "each rank holds a slice of every sequence. Take positions from the batch or "
+        "model.locate, never from arange; mix positions in attend only; divide nothing in loss_fn.",
         "tp": "each rank holds a part of each matrix. Name every module with parameters between a "
         "colwise and a rowwise one in the plan; split nothing by sizes of the whole matrix.",
-        "pp": "each rank holds some blocks, and only what blocks pass on travels. Skips around "
-        "blocks, sums over blocks and terms over model.parameters() in loss_fn do not.",
+        "pp": "each rank holds some blocks and sees only what blocks pass on: no skips around "
+        "blocks, no sums over blocks, no terms over model.parameters() in loss_fn.",
         "ep": "each rank holds some experts. Compute router terms from all tokens of the batch.",
     }
 )

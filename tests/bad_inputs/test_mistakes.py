@@ -15,7 +15,7 @@ from forgekit.cli import main
 from forgekit.config import keys_of, load_config, name_of
 
 COMMANDS = {
-    "gone is no run directory": ["replay", "gone"],
+    "gone is not a run directory": ["replay", "gone"],
     "gone.py is not there": ["verify", "gone.py", "mesh.tp=2"],
     ". is a folder": ["diff", "."],
     "minimal.py has no Config, setup": ["verify", "minimal"],

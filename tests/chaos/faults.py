@@ -379,12 +379,12 @@ def obey_modes(recipe: Recipe, given: None) -> None:
 
 
 def read_only_after(recipe: Recipe, given: tuple[int, str]) -> None:
-    """Make a folder read-only after a step and saves before it."""
-    step, path = given
+    """Make a folder of the run read-only after a step and saves before it."""
+    step, folder = given
     obey_modes(recipe, None)
 
     def close() -> None:
         wait_for_saves()
-        Path(path).chmod(0o555)
+        Path(recipe.load_config(recipe.Config).out, folder).chmod(0o555)
 
     _after(recipe, step, close)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 
 import pytest
-from chaos.scene import MOST_LOST
+from chaos.scene import MOST_LOST, in_short
 from runs import last_step, saved_step, status_of
 
 AFTER = 12
@@ -14,7 +14,7 @@ STUCK_AT = 40
 """Reads of a rank: two in a step, and some ahead."""
 
 
-def assert_stopped(scene, life, reason, step=AFTER + 3):
+def assert_stopped(scene, life, reason, step):
     assert life.end() == [0, 0], life.output
     found = status_of(scene.out)
     assert (found["status"], found["reason"]) == ("stopped", reason)
@@ -22,31 +22,27 @@ def assert_stopped(scene, life, reason, step=AFTER + 3):
     assert AFTER < found["step"] <= step, "it took more steps than the vote needs"
 
 
-OTHER = pytest.param(0, "SIGTERM", marks=pytest.mark.chaos)
+ONCE, TWICE = ({"signal_after": (AFTER, ["SIGTERM"] * times)} for times in (1, 2))
+LAST = AFTER + 4
+# The loop has ended and the run has stopped listening to votes, but not to signals.
+AGAIN = {"signal_before": ("os.rename", f"/step_{LAST:08d}", 1, "SIGTERM")}
+AGAIN |= {"signal_after": (LAST - 3, ["SIGTERM"])}
+EVALUATES = {"signal_in_evaluation": "SIGTERM"}
+CASES = {
+    "SIGTERM to one rank": ({1: ONCE}, "another rank", {"steps": 18}),
+    "SIGTERM to all ranks, twice": ({0: TWICE, 1: TWICE}, "SIGTERM", {}),
+    # The evaluation after step 12 ends first; its numbers are those of the undisturbed run.
+    "SIGTERM during an evaluation": ({1: EVALUATES}, "another rank", {"eval_every": AFTER}),
+    "SIGTERM again while the last checkpoint is written": ({0: AGAIN}, "SIGTERM", {}),
+}
 
 
-@pytest.mark.parametrize(("rank", "reason"), [OTHER, (1, "another rank")])
-def test_a_signal_to_one_rank_stops_both(scene, survived, rank, reason):
-    life = scene.live(faults={rank: {"signal_after": (AFTER, ["SIGTERM"])}}, steps=18)
-    assert_stopped(scene, life, reason)
-    survived("SIGTERM to one rank", scene.survive(life, lost=0, steps=18))
-
-
-@pytest.mark.chaos
-def test_a_second_signal_changes_nothing(scene, survived):
-    twice = {"signal_after": (AFTER, ["SIGTERM", "SIGTERM"])}
-    life = scene.live(faults={0: twice, 1: twice})
-    assert_stopped(scene, life, "SIGTERM")
-    survived("SIGTERM to all ranks, twice", scene.survive(life, lost=0))
-
-
-@pytest.mark.chaos
-def test_a_signal_during_an_evaluation(scene, survived):
-    """The evaluation after step 12 ends first, and its numbers are those of the undisturbed run."""
-    settings = {"eval_every": AFTER}
-    life = scene.live(faults={1: {"signal_in_evaluation": "SIGTERM"}}, **settings)
-    assert_stopped(scene, life, "another rank")
-    survived("SIGTERM during an evaluation", scene.survive(life, lost=0, **settings))
+@pytest.mark.parametrize("name", in_short(CASES, "SIGTERM to one rank"))
+def test_a_signal_stops_all_ranks(scene, survived, name):
+    faults, reason, settings = CASES[name]
+    life = scene.live(faults=faults, **settings)
+    assert_stopped(scene, life, reason, step=LAST if faults == {0: AGAIN} else AFTER + 3)
+    survived(name, scene.survive(life, lost=0, **settings))
 
 
 @pytest.mark.chaos
@@ -73,15 +69,3 @@ def test_a_signal_while_the_data_of_one_rank_are_stuck(scene, survived, tmp_path
     assert found["reason"] == "SIGTERM, and another rank has given up"
     outcome = scene.survive(life, lost=MOST_LOST)
     survived("SIGTERM to all ranks while the data of one are stuck", outcome)
-
-
-@pytest.mark.chaos
-def test_a_signal_while_the_last_checkpoint_is_written(scene, survived):
-    """The loop has ended and the run has stopped listening to votes, but not to signals."""
-    last = AFTER + 4
-    again = ("os.rename", f"/step_{last:08d}", 1, "SIGTERM")
-    faults = {"signal_after": (last - 3, ["SIGTERM"]), "signal_before": again}
-    life = scene.live(faults={0: faults})
-    assert_stopped(scene, life, "SIGTERM", step=last)
-    outcome = scene.survive(life, lost=0)
-    survived("SIGTERM again while the last checkpoint is written", outcome)

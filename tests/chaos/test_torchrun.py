@@ -68,38 +68,27 @@ def rank_of(pid: int) -> str | None:
     return given.get("RANK")
 
 
-def test_a_second_signal_to_torchrun_changes_nothing(scene, start, survived):
-    job = start()
-    job.process.send_signal(signal.SIGTERM)
-    job.process.send_signal(signal.SIGTERM)
-    survived("SIGTERM twice to torchrun", survive(scene, job, lost=0, reason="SIGTERM"))
+TWICE = [signal.SIGTERM] * 2
+GONE = "launcher is gone"
+SIGNALS = {
+    # Options of torchrun, what it gets, and the reason that the run gives.
+    "SIGTERM twice to torchrun": ([], TWICE, "SIGTERM"),
+    "SIGUSR1 to torchrun that passes it on": ([PASS_ON], [signal.SIGUSR1], "SIGUSR1"),
+    "SIGUSR1 to torchrun that does not, and dies": ([], [signal.SIGUSR1], GONE),
+    "no row: SIGINT": ([], [signal.SIGINT], "SIGINT"),
+    "no row: SIGKILL": ([], [signal.SIGKILL], GONE),
+}
 
 
-def test_an_interrupt_stops_the_ranks_at_one_step(scene, start):
-    job = start()
-    job.process.send_signal(signal.SIGINT)
-    survive(scene, job, lost=0, reason="SIGINT")
-
-
-def test_torchrun_passes_on_what_it_is_told_to(scene, start, survived):
-    job = start(PASS_ON)
-    job.process.send_signal(signal.SIGUSR1)
-    outcome = survive(scene, job, lost=0, reason="SIGUSR1")
-    survived("SIGUSR1 to torchrun that passes it on", outcome)
-
-
-def test_torchrun_dies_of_what_it_does_not_know_and_its_ranks_save(scene, start, survived):
-    job = start()
-    job.process.send_signal(signal.SIGUSR1)
-    outcome = survive(scene, job, lost=0, reason="launcher is gone")
-    assert outcome.ended == "torchrun: of SIGUSR1"
-    survived("SIGUSR1 to torchrun that does not, and dies", outcome)
-
-
-def test_ranks_save_when_torchrun_is_killed(scene, start):
-    job = start()
-    job.process.kill()
-    survive(scene, job, lost=0, reason="launcher is gone")
+@pytest.mark.parametrize("name", SIGNALS)
+def test_the_ranks_save_whatever_signal_torchrun_gets(scene, start, survived, name):
+    options, numbers, reason = SIGNALS[name]
+    job = start(*options)
+    for number in numbers:
+        job.process.send_signal(number)
+    outcome = survive(scene, job, lost=0, reason=reason)
+    if not name.startswith("no row"):
+        survived(name, outcome)
 
 
 def test_torchrun_ends_when_a_rank_is_killed(scene, start, survived):

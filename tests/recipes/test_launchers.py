@@ -19,7 +19,6 @@ from unittest import mock
 
 import pytest
 import yaml
-from covering import some_of
 from runs import arguments, last_step, launch, rows_of, saved_step, status_of
 from torch.distributed.run import get_args_parser
 
@@ -153,12 +152,9 @@ def settings(tmp_path, tokens):
     return arguments(out=tmp_path / "run", data__path=tokens, steps=20, save_every=0)
 
 
-@pytest.mark.parametrize("name", some_of(READ, "trainjob", "skypilot"))
-def test_a_launcher_stops_a_run_in_time_and_the_same_command_goes_on(
-    name, tmp_path, plain, settings
-):
+def test_a_launcher_stops_a_run_in_time_and_the_same_command_goes_on(tmp_path, plain, settings):
     """A node that is drained gets SIGTERM, and SIGKILL after its grace."""
-    _, nodes = READ[name]()
+    _, nodes = jobset()
     out, variables = tmp_path / "run", {key: str(value) for key, value in nodes[0].items()}
     started = partial(launch, plain, settings, ranks=NODES, variables=variables)
     with started(log=tmp_path / "log") as job:

@@ -167,13 +167,11 @@ AGAIN = ["requeue", "started 1", "signalled USR1"]
 CASES = {
     "finished": ("ends=finished", [], ["completed"]),
     "failed": ("ends=failed", [], ["failed"]),
-    "ended without a word": ("ends=silent", [], ["failed"]),
     "stopped by itself": ("ends=stopped", [], ["failed"]),
     "finished after the signal": ("ends=finished", [LATE], ["completed"]),
     "failed after the signal": ("ends=failed", [LATE], ["failed"]),
     "stopped, then finished": ("ends=stopped,finished", [LATE] * 2, [*AGAIN, "completed"]),
     "stopped, and may not be requeued": ("ends=stopped", [LATE], ["failed"], "--no-requeue"),
-    "a node failed": ("ends=finished", ["node_fails", LATE], [*AGAIN[1:], "completed"]),
     "stopped too often": (
         "ends=stopped",
         [LATE] * 3,

@@ -205,7 +205,7 @@ def test_what_could_not_be_set_aside_comes_again():
     source, server = RedisSource(redis), redis.connection_pool.connection_kwargs["server"]
     (first,) = filter(None, (source.read(0.01) for _ in range(2)))
     server.connected = False
-    with pytest.raises(ConnectionError, match="is away"):
+    with pytest.raises(ConnectionError, match="cannot be reached"):
         source.set_aside(first, "was bad")
     server.connected = True
     (again,) = filter(None, (source.read(0.01) for _ in range(2)))

@@ -87,10 +87,14 @@ def make_old(folder: Path) -> None:
 
 FAULTS: dict[str, Any] = {  # what the trainer has, what the generator has, and damage
     "a part is missing or old": ({}, {}, make_old),
-    r"lacks .*, has \['output.weight'\] besides": ({}, {"tied": False}, None),
+    r"lacks .*, adds \['output.weight'\]": ({}, {"tied": False}, None),
     "is of another model: .*lora": ({}, {"adapters": True}, None),
-    r"lacks \['layers.0.*has \[\] besides": ({"adapters": True}, {}, None),
-    "nats apart .* another base": ({"adapters": True}, {"adapters": True, "seed": 3}, None),
+    r"lacks \['layers.0.*adds \[\]": ({"adapters": True}, {}, None),
+    "nats on the .* another one": (
+        {"adapters": True},
+        {"adapters": True, "seed": 3},
+        None,
+    ),
 }
 
 

@@ -27,7 +27,7 @@ WRONG = {
 
 FAILED = {
     "hangs": (verified.hangs, r"of 2 ranks 0, 1 did not finish within 4 s.*verified.py.* in hangs"),
-    "dies": (verified.dies, r"rank 1 of 2 died without an error of its own\."),
+    "dies": (verified.dies, r"rank 1 of 2 died without raising an error\."),
     "another mesh": (
         verified.another_mesh,
         r"setup built a mesh of .* and was asked for .*'tp': 2",
