@@ -7,7 +7,6 @@ after the other, each given what the others have broadcast to it; all others do 
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -26,7 +25,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from forgekit.data.batch import IGNORED
-from forgekit.data.groups import Group, groups
+from forgekit.data.groups import groups
 from forgekit.mesh import DIMENSIONS, data_ranks
 from forgekit.metrics.device_specs import MACHINES
 from forgekit.metrics.flops import Flops
@@ -46,6 +45,8 @@ from forgekit.steps.update import update
 HIDDEN = ("dp_replicate", "dp_shard", "cp", "fsdp_ep")
 """Dimensions whose gathers and gradient reductions overlap with computation."""
 GIB = 2**30
+MOST_ROUNDS = 3
+"""Rounds of a pipeline, of one micro-batch per rank, above which fewer are run."""
 
 
 @attrs.frozen(kw_only=True)
@@ -88,6 +89,7 @@ class PlannedRank:
         active: Those of them that a token meets.
         targets: Positions with a label over all ranks, if all have the same number.
         micro_batches: Of a step.
+        run: How many of these ``memory`` and ``work`` are of.
     """
 
     rank: int
@@ -100,6 +102,7 @@ class PlannedRank:
     active: int
     targets: int
     micro_batches: int
+    run: int
 
     @property
     def hidden(self) -> frozenset[Call]:
@@ -242,7 +245,11 @@ def summed(job: Job, ranks: list[PlannedRank]) -> Plan:
 
 
 def plan_ranks(job: Job) -> list[PlannedRank]:
-    """Plan one rank per pipeline position; broadcasts determine the order.
+    """Plan one rank per pipeline position.
+
+    A pipeline with many micro-batches is planned with fewer, twice: from two rounds on, of one
+    micro-batch per rank, all schedules hold the same number at once, and each further round adds
+    the same to what is computed, sent and, by the buffers of the schedule, held.
 
     Args:
         job: What to plan.
@@ -250,13 +257,31 @@ def plan_ranks(job: Job) -> list[PlannedRank]:
     Returns:
         By pipeline position what the first of its ranks does.
     """
+    planned = _plan_positions(job, MOST_ROUNDS)
+    if (rest := planned[0].micro_batches - planned[0].run) == 0:
+        return planned
+    return [
+        _extended(more, less, rest // (more.run - less.run))
+        for more, less in zip(planned, _plan_positions(job, MOST_ROUNDS - 1), strict=True)
+    ]
+
+
+def _extended(more: PlannedRank, less: PlannedRank, times: int) -> PlannedRank:
+    """Add so many times what the one plan has more than the other."""
+    memory = {n: size + times * (size - less.memory[n]) for n, size in more.memory.items()}
+    work = more.work.plus(more.work.plus(less.work, -1), times)
+    return attrs.evolve(more, memory=memory, work=work, run=more.micro_batches)
+
+
+def _plan_positions(job: Job, rounds: int) -> list[PlannedRank]:
+    """Plan in the order that broadcasts determine."""
     ranks = [position * job.world // job.pp for position in range(job.pp)]
     planned: dict[int, PlannedRank] = {}
     broadcasts: Broadcasts = {}
     agreed_names, rank = None, ranks[0]
     while len(planned) < len(ranks):
         try:
-            planned[rank] = _plan_rank(job, rank, broadcasts, agreed_names)
+            planned[rank] = _plan_rank(job, rank, broadcasts, agreed_names, rounds)
         except MissingBroadcastError as missing:
             rank = missing.rank
         else:
@@ -266,7 +291,7 @@ def plan_ranks(job: Job) -> list[PlannedRank]:
 
 
 def _plan_rank(
-    job: Job, rank: int, broadcasts: Broadcasts, agreed_names: AgreedNames | None
+    job: Job, rank: int, broadcasts: Broadcasts, agreed_names: AgreedNames | None, rounds: int
 ) -> PlannedRank:
     with pretending(rank, job.world, broadcasts), StepWatch() as watch, ExitStack() as stack:
         try:
@@ -275,7 +300,7 @@ def _plan_rank(
                 if hasattr(part, "__exit__"):
                     stack.enter_context(part)  # pyright: ignore[reportArgumentType]
             check_length(built.state, getattr(built.loader, "dataset", None))
-            return measure_step(built, watch, job.micro_batches(built), agreed_names)
+            return measure_step(built, watch, job.micro_batches(built), agreed_names, rounds)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise PlanError(
                 f"the step reads a computed value ({error.func}), and forgekit plan computes no "
@@ -284,58 +309,56 @@ def _plan_rank(
 
 
 def measure_step(
-    built: Any, watch: StepWatch, micro_batches: int, agreed_names: AgreedNames | None = None
+    built: Any,
+    watch: StepWatch,
+    micro_batches: int,
+    agreed_names: AgreedNames | None = None,
+    rounds: int | None = None,
 ) -> PlannedRank:
-    """Take steps of a recipe and measure what a later one does.
+    """Take two steps of a recipe and measure the second, which is like all later ones.
 
-    The first step is taken in its parts, without what a run proves once. Of many micro-batches
-    three are run, as those between the first and the last are like the second. A pipeline's
-    schedule depends on their number: two steps of few micro-batches show what a round of one per
-    rank adds. Experts get equal loads.
+    The first is taken in its parts, without what a run proves once. Of many micro-batches three are
+    run, as those between the first and the last are like the second. A pipeline's schedule depends
+    on their number: see ``plan_ranks``. Experts get equal loads.
 
     Args:
         built: What a recipe's ``setup`` returned, within ``watch``.
         watch: Watches since before the setup.
         micro_batches: Of a step.
         agreed_names: What the ranks add up, from the plan of a rank that holds the loss.
+        rounds: In a pipeline, run this many rounds of one micro-batch per rank in place of more.
 
     Returns:
         What the step does.
     """
-    state, mesh = built.state, built.state.mesh
+    state = built.state
     watch.label("parameters", [*state.model.parameters(), *state.model.buffers()])
     for module in state.model.modules():
         if isinstance(module, Router):  # choices by tokens need values
             module.spec = attrs.evolve(module.spec, force_balance=True, bias_rate=None)
+    is_staged, ranks = state.layout.stages is not None, size_of(state.mesh, "pp")
+    run = micro_batches if is_staged else min(micro_batches, 3)
+    if is_staged and rounds is not None and run > MOST_ROUNDS * ranks and run % ranks == 0:
+        run = rounds * ranks
+    batches = groups(built.loader, run)
     if agreed_names is not None:
         state = donate(state, agreed_names=agreed_names)
-    stages, ranks, first = state.layout.stages, size_of(mesh, "pp"), 1
-    counts = [min(micro_batches, 3)]
-    if stages is not None:
-        first, counts = min(micro_batches, stages.count), [micro_batches]
-        # From twice as many as there are ranks on, all schedules hold the same number at once.
-        if micro_batches > 3 * ranks and micro_batches % ranks == 0:
-            counts = [2 * ranks, 3 * ranks]
-    stream, steps = groups(built.loader, 1), []
-    state = _first_step(built, state, _Marked(stream, first, watch))
+    first = next(batches)
+    state = _first_step(built, state, first if is_staged else [next(iter(first))])
     _end_step(watch, state)
-    for run in counts:
-        watch.begin()
-        marked = _Marked(stream, run, watch)
-        state, _ = built.step(state, marked)
-        _end_step(watch, state)
-        watch.work.memory.update(watch.memory())
-        steps.append(watch.work)
-    work = watch.work
-    if run < micro_batches:
-        before, after = marked.marks[1:] if stages is None else steps
-        work = work.plus(after.plus(before, -1), (micro_batches - run) // ranks)
+    watch.begin()
+    marked = _Marked(next(batches), watch)
+    state, _ = built.step(state, marked)
+    _end_step(watch, state)
+    work, mesh = watch.work, state.mesh
+    if run < micro_batches and not is_staged:
+        work = work.plus(marked.marks[2].plus(marked.marks[1], -1), micro_batches - run)
     whole = Flops.of(state.model)
     sizes = {name: size_of(mesh, name) for name in DIMENSIONS}
     return PlannedRank(
         rank=dist.get_rank(),
         agreed_names=state.agreed_names if state.layout.has_last else None,
-        memory={name: work.memory[name] for name in (*CATEGORIES, "peak")},
+        memory=watch.memory(),
         work=work,
         dimensions={call: dimension_of(call, mesh) if mesh else "" for call in work.calls},
         layout=sizes | {"ep": state.layout.experts},
@@ -343,6 +366,7 @@ def measure_step(
         active=whole.active_parameters,
         targets=marked.targets * micro_batches // run * data_ranks(mesh)[1],
         micro_batches=micro_batches,
+        run=micro_batches if not is_staged else run,
     )
 
 
@@ -361,19 +385,19 @@ def _end_step(watch: StepWatch, state: TrainState) -> None:
 
 
 class _Marked:
-    """The next micro-batches of a stream; records the work at each pull, and the targets."""
+    """A group of micro-batches that records the work at each pull, and the targets."""
 
-    def __init__(self, stream: Iterator[Group], count: int, watch: StepWatch) -> None:
-        self._stream, self._count, self._watch = stream, count, watch
+    def __init__(self, group: Any, watch: StepWatch) -> None:
+        self._group, self._watch = group, watch
+        self.samples = getattr(group, "samples", None)
         self.marks: list[Work] = []
         self.targets = 0
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._group)
 
     def __iter__(self) -> Iterator[TensorDictBase]:
-        for group in itertools.islice(self._stream, self._count):
-            (batch,) = group
+        for batch in self._group:
             self.marks.append(Work().plus(self._watch.work, 1))
             labels = batch.get("labels", batch.get("input_ids", torch.empty(0)))
             self.targets += int((labels != IGNORED).sum())

@@ -97,14 +97,12 @@ class Work:
         flops: Of matrix products and attention by dtype, without what is computed again.
         repeated: Of what a backward pass computes again, by dtype.
         kernels: Their ``"count"``, and ``"bytes"`` that those without FLOPs read and write.
-        memory: See ``StepWatch.memory``; of whole steps alone.
     """
 
     calls: Counter[Call] = attrs.field(factory=Counter)
     flops: Counter[torch.dtype] = attrs.field(factory=Counter)
     repeated: Counter[torch.dtype] = attrs.field(factory=Counter)
     kernels: Counter[str] = attrs.field(factory=Counter)
-    memory: Counter[str] = attrs.field(factory=Counter)
 
     def plus(self, other: Work, times: int) -> Work:
         """Return this and ``times`` another."""
