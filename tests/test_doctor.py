@@ -93,7 +93,7 @@ def test_what_a_file_system_cannot_do_says_what_that_means(
 def test_a_lock_that_two_get_is_no_lock(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", lambda *arguments: None)
     (check,) = (check for check in check_folder(tmp_path) if check.name == "lock")
-    assert (check.outcome, check.text[:26]) == ("note", "a file was locked twice. S")
+    assert (check.outcome, check.text[:26]) == ("note", "a file was locked twice. M")
 
 
 @pytest.mark.parametrize(("below", "is_link"), [(".", False), ("a/b", False), (".", True)])

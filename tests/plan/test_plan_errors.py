@@ -16,32 +16,16 @@ from forgekit.cli.program import main
 
 WORLD = 2
 IMPOSSIBLE = {
-    "a mesh that does not fit": ({"mesh__dp_shard": 3}, "dp_shard 3 = 3 does not fit 2 ranks; "),
-    "key and value heads over tp": (
-        {"mesh__tp": 2, "model__kv_heads": 1},
-        "is 1, which tp 2 must divide",
-    ),
-    "positions over cp": (
-        {"mesh__cp": 2, "data__seq_len": 14},
-        "has 14 positions, which 4 = 2 * ring 4 must divide",
-    ),
-    "rows longer than the model takes": (
-        {"data__seq_len": 17},
-        "seq_len 17 of the data is above max_seq_len 16 of the model; set data.seq_len=16",
-    ),
-    "a global batch that does not divide": (
-        {"global_batch_size": 10},
-        "global_batch_size 10 must be divisible by batch_size 4 * 2 data-parallel ranks = 8;"
-        " the nearest are 8 and 16",
-    ),
+    "a mesh that does not fit": ("mesh__dp_shard=3", "dp_shard 3 = 3 does not fit 2 ranks; "),
+    "key and value heads over tp": ("mesh__tp=2 model__kv_heads=1", "is 1, which tp 2 must divide"),
+    "positions over cp": ("mesh__cp=2 data__seq_len=14", "which 4 = 2 * ring 4 must divide"),
+    "rows longer than the model takes": ("data__seq_len=17", "above max_seq_len 16 of the model; "),
+    "a global batch that does not divide": ("global_batch_size=10", "the nearest are 8 and 16"),
     "fewer micro-batches than stages": (
-        {"mesh__pp": 2, "global_batch_size": 4, "model__tied": "false"},
+        "mesh__pp=2 global_batch_size=4 model__tied=false",
         "micro-batch",
     ),
-    "a vocabulary below the data's": (
-        {"model__vocab_size": 63},
-        "vocab_size 63 of the model is below the 64 of ",
-    ),
+    "a vocabulary below the data's": ("model__vocab_size=63", "63 of the model is below the 64 of"),
 }
 IN_A_STEP = "positions over cp", "fewer micro-batches than stages"
 """Refused where the first step is taken, and no mistake of usage to ``main``."""
@@ -53,7 +37,11 @@ def given(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "tokens"
     fk.write_tokens(path, [list(range(64)) * 16], vocab_size=64, eos_id=0)
     return {
-        name: arguments(out=path.parent / str(number), **{"data__path": path, **settings}, steps=1)
+        name: arguments(
+            out=path.parent / str(number),
+            **{"data__path": path, **dict(word.split("=") for word in settings.split())},
+            steps=1,
+        )
         for number, (name, (settings, _)) in enumerate(IMPOSSIBLE.items())
     }
 
