@@ -45,8 +45,6 @@ from forgekit.steps.update import update
 HIDDEN = ("dp_replicate", "dp_shard", "cp", "fsdp_ep")
 """Dimensions whose gathers and gradient reductions overlap with computation."""
 GIB = 2**30
-MOST_ROUNDS = 3
-"""Rounds of a pipeline, of one micro-batch per rank, above which fewer are run."""
 
 
 @attrs.frozen(kw_only=True)
@@ -248,8 +246,8 @@ def plan_ranks(job: Job) -> list[PlannedRank]:
     """Plan one rank per pipeline position.
 
     A pipeline with many micro-batches is planned with fewer, twice: from two rounds on, of one
-    micro-batch per rank, all schedules hold the same number at once, and each further round adds
-    the same to what is computed, sent and, by the buffers of the schedule, held.
+    micro-batch per rank (``dualpipev``: three), a schedule holds the same number at once, and each
+    further round adds the same to what is computed, sent and, by receive buffers, held.
 
     Args:
         job: What to plan.
@@ -257,12 +255,13 @@ def plan_ranks(job: Job) -> list[PlannedRank]:
     Returns:
         By pipeline position what the first of its ranks does.
     """
-    planned = _plan_positions(job, MOST_ROUNDS)
+    rounds = 4 if job.schedule == "dualpipev" else 3
+    planned = plan_positions(job, rounds)
     if (rest := planned[0].micro_batches - planned[0].run) == 0:
         return planned
     return [
         _extended(more, less, rest // (more.run - less.run))
-        for more, less in zip(planned, _plan_positions(job, MOST_ROUNDS - 1), strict=True)
+        for more, less in zip(planned, plan_positions(job, rounds - 1), strict=True)
     ]
 
 
@@ -273,8 +272,16 @@ def _extended(more: PlannedRank, less: PlannedRank, times: int) -> PlannedRank:
     return attrs.evolve(more, memory=memory, work=work, run=more.micro_batches)
 
 
-def _plan_positions(job: Job, rounds: int) -> list[PlannedRank]:
-    """Plan in the order that broadcasts determine."""
+def plan_positions(job: Job, rounds: int) -> list[PlannedRank]:
+    """Plan one rank per pipeline position, in the order that broadcasts determine.
+
+    Args:
+        job: What to plan.
+        rounds: As for ``measure_step``.
+
+    Returns:
+        As ``plan_ranks``, of as many micro-batches as were run.
+    """
     ranks = [position * job.world // job.pp for position in range(job.pp)]
     planned: dict[int, PlannedRank] = {}
     broadcasts: Broadcasts = {}
@@ -283,7 +290,7 @@ def _plan_positions(job: Job, rounds: int) -> list[PlannedRank]:
         try:
             planned[rank] = _plan_rank(job, rank, broadcasts, agreed_names, rounds)
         except MissingBroadcastError as missing:
-            rank = missing.rank
+            (rank,) = missing.args
         else:
             agreed_names = planned[rank].agreed_names or agreed_names
             rank = next((rank for rank in ranks if rank not in planned), -1)
@@ -338,7 +345,7 @@ def measure_step(
             module.spec = attrs.evolve(module.spec, force_balance=True, bias_rate=None)
     is_staged, ranks = state.layout.stages is not None, size_of(state.mesh, "pp")
     run = micro_batches if is_staged else min(micro_batches, 3)
-    if is_staged and rounds is not None and run > MOST_ROUNDS * ranks and run % ranks == 0:
+    if is_staged and rounds is not None and run > rounds * ranks and run % ranks == 0:
         run = rounds * ranks
     batches = groups(built.loader, run)
     if agreed_names is not None:

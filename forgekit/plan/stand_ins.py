@@ -44,15 +44,7 @@ class PlanError(Exception):
 
 
 class MissingBroadcastError(BaseException):  # passes through `except Exception` of planned code
-    """A broadcast's source rank has not been planned yet: plan it first.
-
-    Attributes:
-        rank: The other rank.
-    """
-
-    def __init__(self, rank: int) -> None:
-        super().__init__(f"rank {rank} has not been planned so far")
-        self.rank = rank
+    """A broadcast's source rank, the argument, has not been planned yet: plan it first."""
 
 
 class StandIns(TorchDispatchMode):

@@ -50,7 +50,7 @@ from forgekit.plan.estimate import (
     estimate,
     seconds_of,
 )
-from forgekit.plan.plan import Job, Plan, plan_ranks, plan_step, summed
+from forgekit.plan.plan import Job, Plan, plan_positions, plan_ranks, plan_step, summed
 from forgekit.plan.stand_ins import PlanError, pretending
 from forgekit.plan.sweep import LONG as LONG_ROWS
 from forgekit.plan.sweep import layouts, lighter_settings, show_sweep, sweep
@@ -345,6 +345,16 @@ def test_micro_batches_that_are_not_run_count():
     for name, number in watch.work.kernels.items():
         assert planned.work.kernels[name] == pytest.approx(number, rel=0.02)
     assert planned.targets == 2 * 3 * WIDE.rows * WIDE.positions
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_few_micro_batches_of_a_pipeline_show_what_many_need(schedule):
+    shape = attrs.evolve(SMALL, layers=4, micro_batches=12)
+    given = {"shape": shape, "options": {"pipeline_schedule": schedule}}
+    job = job_of(Cell(name="", world=2, sizes={"pp": 2}, **given))
+    for few, every in zip(plan_ranks(job), plan_positions(job, rounds=12), strict=True):
+        assert attrs.evolve(few, agreed_names=None) == attrs.evolve(every, agreed_names=None)
 
 
 def test_chunks_of_logits_are_those_of_an_accelerator():
