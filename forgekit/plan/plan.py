@@ -345,7 +345,9 @@ def measure_step(
             module.spec = attrs.evolve(module.spec, force_balance=True, bias_rate=None)
     is_staged, ranks = state.layout.stages is not None, size_of(state.mesh, "pp")
     run = micro_batches if is_staged else min(micro_batches, 3)
-    if is_staged and rounds is not None and run > rounds * ranks and run % ranks == 0:
+    # Below, the two plans with fewer would be no less work.
+    is_long = rounds is not None and run > (2 * rounds - 1) * ranks and run % ranks == 0
+    if is_staged and is_long:
         run = rounds * ranks
     batches = groups(built.loader, run)
     if agreed_names is not None:

@@ -59,7 +59,7 @@ from forgekit.steps.cross_entropy import LOGITS, LOGITS_ON_CPU
 
 SMALL = attrs.evolve(WIDE, layers=1, micro_batches=1)
 NARROW = attrs.evolve(LONG, layers=2, rows=2, micro_batches=2)
-MANY = attrs.evolve(NARROW, rows=1, micro_batches=8)  # more than a pipeline's plan runs
+MANY = attrs.evolve(NARROW, rows=1, micro_batches=12)  # more than a pipeline's plan runs
 FULL, GPIPE = {"activation_checkpoint": "full"}, {"pipeline_schedule": "gpipe"}
 TIED = {"tied": True, "dropout": 0.1}
 TWICE = attrs.evolve(SMALL, micro_batches=2)
@@ -350,10 +350,10 @@ def test_micro_batches_that_are_not_run_count():
 @pytest.mark.oracle
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_few_micro_batches_of_a_pipeline_show_what_many_need(schedule):
-    shape = attrs.evolve(SMALL, layers=4, micro_batches=12)
+    shape = attrs.evolve(SMALL, layers=4, micro_batches=16)
     given = {"shape": shape, "options": {"pipeline_schedule": schedule}}
     job = job_of(Cell(name="", world=2, sizes={"pp": 2}, **given))
-    for few, every in zip(plan_ranks(job), plan_positions(job, rounds=12), strict=True):
+    for few, every in zip(plan_ranks(job), plan_positions(job, rounds=16), strict=True):
         assert attrs.evolve(few, agreed_names=None) == attrs.evolve(every, agreed_names=None)
 
 
