@@ -345,10 +345,9 @@ def measure_step(
             module.spec = attrs.evolve(module.spec, force_balance=True, bias_rate=None)
     is_staged, ranks = state.layout.stages is not None, size_of(state.mesh, "pp")
     run = micro_batches if is_staged else min(micro_batches, 3)
-    # Below, the two plans with fewer would be no less work.
-    is_long = rounds is not None and run > (2 * rounds - 1) * ranks and run % ranks == 0
-    if is_staged and is_long:
-        run = rounds * ranks
+    if is_staged and rounds is not None and run % ranks == 0:
+        # Up to so many, two plans with fewer would be no less work.
+        run = run if run <= (2 * rounds - 1) * ranks else rounds * ranks
     batches = groups(built.loader, run)
     if agreed_names is not None:
         state = donate(state, agreed_names=agreed_names)
