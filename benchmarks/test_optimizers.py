@@ -11,11 +11,15 @@ from pairs import Times, band, ratio, take_turns
 from torch import nn
 
 import forgekit as fk
-from forgekit.optim import Muon
 
 OURS, THEIRS, AGAIN = "forgekit", "torch.optim.Muon", "torch.optim.Muon again"
 SIZES = {"400 of 64x64": (400, 64, 1 / 5, 10), "100 of 256x256": (100, 256, 1.0, 30)}
 """How many, of what size, at most what share of torch's time, and in how many rounds."""
+
+
+def ours(weights: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Muon over matrices alone."""
+    return fk.muon(nn.ParameterList(weights), roles={"*": "matrix"})
 
 
 def stepping(
@@ -31,7 +35,7 @@ def stepping(
 
 @pytest.fixture(scope="module")
 def times() -> dict[str, Times]:
-    kinds = {OURS: Muon, THEIRS: torch.optim.Muon, AGAIN: torch.optim.Muon}
+    kinds = {OURS: ours, THEIRS: torch.optim.Muon, AGAIN: torch.optim.Muon}
     return {
         what: take_turns(
             {name: stepping(kind, count, size) for name, kind in kinds.items()}, rounds

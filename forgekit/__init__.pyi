@@ -26,8 +26,8 @@ from forgekit.data.groups import groups as groups
 from forgekit.model.transformer import Transformer as Transformer
 from forgekit.model.transformer import TransformerSpec as TransformerSpec
 from forgekit.parallel.parallelize import parallelize as parallelize
-from forgekit.optim.adamw import adamw as adamw
-from forgekit.optim.muon import muon as muon
+from forgekit.optim.named import adamw as adamw
+from forgekit.optim.named import muon as muon
 from forgekit.optim.optimizer import optimizer as optimizer
 from forgekit.optim.lr_schedules import warmup_cosine as warmup_cosine
 from forgekit.optim.lr_schedules import warmup_linear as warmup_linear

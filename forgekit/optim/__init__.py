@@ -5,11 +5,7 @@ from forgekit.optim.groups import (
     parameters_by_optimizer as parameters_by_optimizer,
     roles_of as roles_of,
 )
-from forgekit.optim.muon import Muon as Muon
-from forgekit.optim.lion import (
-    Lion as Lion,
-    lion as lion,
-)
+from forgekit.optim.named import lion as lion
 from forgekit.optim.schedule_free import (
     ScheduleFree as ScheduleFree,
     schedule_free as schedule_free,

@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from forgekit.optim.step_each import keep_or_write
+from forgekit.optim.step_chain import keep_or_write
 from forgekit.tensors import local, wide
 
 
@@ -137,7 +137,7 @@ class Average:
         for name, value in self.values.items():
             mean, weights = local(value), local(self.parameters[name])
             moved = torch.lerp(mean, weights.to(mean.dtype), share.to(mean))
-            keep_or_write(skip.to(mean.device), mean, moved)
+            keep_or_write(skip, mean, moved)
         if self.rule.counts(step):
             self.count += finite
 

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from forgekit.optim.step_each import call_closure
-
 
 def chain_optimizers(*optimizers: Optimizer) -> Chained:
     """Join optimizers over different parameters of a model into one.
@@ -69,7 +67,7 @@ class Chained(Optimizer):
         Returns:
             What the closure returned, else None.
         """
-        loss = call_closure(closure)
+        loss = closure and torch.enable_grad()(closure)()
         for member in self.members:
             for name in ("grad_scale", "found_inf"):
                 if getattr(self, name, None) is not None:

@@ -156,13 +156,3 @@ def check_patterns(argument: str, model: nn.Module, patterns: Iterable[str]) -> 
                 f"the pattern {pattern!r} of {argument} matches no parameter of "
                 f"{type(model).__name__}; it has {names[:3]} and others."
             )
-
-
-def check_decay_rates(*rates: float) -> None:
-    """Refuse a decay rate of a running mean that is below 0 or not below 1.
-
-    Raises:
-        ValueError: With what was given: the mean would never move, or grow without a word.
-    """
-    if not all(0 <= rate < 1 for rate in rates):
-        raise ValueError(f"decay rates are {rates}; each must be at least 0 and below 1.")

@@ -286,6 +286,8 @@ def check_rates(optimizer: Optimizer, schedule: Schedule, steps: int) -> None:
 def _default_rate(optimizer: Optimizer) -> Any:
     """The rate of an optimizer of that class that was given none; None if it needs arguments."""
     kind: Any = type(optimizer)
+    if (usual := getattr(optimizer, "usual_lr", None)) is not None:  # of a chain
+        return usual
     if (lr := signature(kind).parameters.get("lr")) is not None:
         return lr.default
     try:

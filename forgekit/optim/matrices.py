@@ -13,8 +13,14 @@ import torch
 from torch import Tensor
 
 from forgekit.checks import check_choice, check_integers, check_numbers
-from forgekit.optim.groups import check_decay_rates
-from forgekit.optim.transforms import At, State, Tensors, Transform, transform
+from forgekit.optim.transforms import (
+    At,
+    State,
+    Tensors,
+    Transform,
+    check_decay_rates,
+    transform,
+)
 from forgekit.tensors import wide
 
 AdjustLr = Literal["match_rms_adamw", "original", "none"]
@@ -72,46 +78,24 @@ def orthogonal(
     check_choice("adjust_lr", adjust_lr, FACTORS)
     factor, schedule = FACTORS[adjust_lr], _SCHEDULES[coefficients]
 
-    def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:
-        rows = at.rows or d[0].shape[:1]
-        scales = [factor(part, d[0].shape[-1]) for part in rows]
+    def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:  # noqa: ARG001
         stacked = torch.stack([x.to(dtype) for x in d])
-        done = orthogonalize(stacked, steps=steps, scales=scales, rows=rows, schedule=schedule)
-        return [*done.unbind()], state
+        return orthogonalize(stacked, schedule, steps, factor(*d[0].shape)).unbind(), state
 
     return transform(apply, whole=True, name="orthogonal", dtype=dtype)
 
 
 def orthogonalize(
-    matrices: Tensor,
-    *,
-    steps: int,
-    scales: Sequence[float],
-    rows: Sequence[int],
-    schedule: Sequence[tuple[float, float, float]] = NEWTON_SCHULZ,
+    matrices: Tensor, schedule: Sequence[tuple[float, float, float]], steps: int, scale: float
 ) -> Tensor:
     """Replace each matrix's singular values by about 1, and multiply it by a scale.
 
     Args:
         matrices: ``[n o i]``, in the dtype of the iteration.
-        steps: Iterations.
-        scales: A factor for each part.
-        rows: Numbers of rows of the parts that are matrices of their own.
         schedule: Coefficients of each iteration; later ones repeat the last.
-
-    Returns:
-        ``[n o i]``.
+        steps: Iterations.
+        scale: The scale.
     """
-    parts = matrices.split([*rows], dim=-2)
-    done = [
-        _iterate(part, steps, scale, schedule) for part, scale in zip(parts, scales, strict=True)
-    ]
-    return done[0] if len(done) == 1 else torch.cat(done, dim=-2)
-
-
-def _iterate(
-    matrices: Tensor, steps: int, scale: float, schedule: Sequence[tuple[float, float, float]]
-) -> Tensor:
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if is_tall else matrices
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=wide(x.dtype))
@@ -140,28 +124,23 @@ def row_norm(beta2: float = 0.95, eps: float = 1e-8) -> Transform:
     """
     check_decay_rates(beta2)
 
-    def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:
-        (o, i), v = d[0].shape, torch.stack(state["row_sq"])
-        parts = at.rows or (o,)
+    def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:  # noqa: ARG001
+        (o, i), x = d[0].shape, torch.stack(d)
         # Of the orthogonal matrix as it was, before its factor: eps is relative to that.
-        factors = [1 / FACTORS["match_rms_adamw"](part, i) for part in parts]
-        x = _scaled(torch.stack(d).to(v.dtype), parts, factors)
-        v = v.lerp(x.square().mean(-1, keepdim=True), 1 - beta2)
-        x = x / (v.sqrt() + eps)
-        norms = [p.norm(dim=(-2, -1), keepdim=True).clamp(min=EPS) for p in x.split([*parts], -2)]
-        sizes = [0.2 * math.sqrt(part * i) / n for part, n in zip(parts, norms, strict=True)]
-        return [*_scaled(x, parts, sizes).unbind()], {"row_sq": [*v.unbind()]}
+        factor = 1 / FACTORS["match_rms_adamw"](o, i)
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=state["row_sq"][0].dtype)
+        means = (norms * factor).square() / i
+        v = torch.stack(state["row_sq"]).lerp(means, 1 - beta2)
+        scales = 1 / (v.sqrt() + eps)
+        sizes = (means * scales.square()).sum(-2, keepdim=True).sqrt() * math.sqrt(i)
+        scales = scales * (factor * 0.2 * math.sqrt(o * i) / sizes.clamp(min=EPS))
+        return (x * scales).unbind(), {"row_sq": v.unbind()}
 
-    return transform(
-        apply, {"row_sq": lambda w: torch.zeros_like(w[:, :1])}, whole=True, name="row_norm"
-    )
+    return transform(apply, {"row_sq": _per_row}, whole=True, name="row_norm")
 
 
-def _scaled(matrices: Tensor, rows: Sequence[int], scales: Sequence[Tensor | float]) -> Tensor:
-    """Multiply the parts of matrices ``[n o i]`` by scales, ``[n 1 1]`` or numbers."""
-    parts = matrices.split([*rows], -2)
-    done = [part * scale for part, scale in zip(parts, scales, strict=True)]
-    return done[0] if len(done) == 1 else torch.cat(done, -2)
+def _per_row(matrix: Tensor) -> Tensor:
+    return torch.zeros_like(matrix[:, :1])
 
 
 def soap(
@@ -198,7 +177,7 @@ def soap(
             p, q = (torch.linalg.qr(a @ b)[0] for a, b in ((left, p), (right, q)))
         new = {"left": left, "right": right, "left_basis": p, "right_basis": q}
         new |= {"exp_avg": m, "exp_avg_sq": v}
-        return [*x.unbind()], {name: [*entry.unbind()] for name, entry in new.items()}
+        return x.unbind(), {name: entry.unbind() for name, entry in new.items()}
 
     state = {"left": lambda w: w @ w.mT, "right": lambda w: w.mT @ w}  # zeros
     state |= {"left_basis": lambda w: _eye(w, -2), "right_basis": lambda w: _eye(w, -1)}
@@ -234,10 +213,7 @@ def adafactor(power: float = 0.8, *, eps: float = 1e-30, most: float = 1.0) -> T
         r, c = (a.lerp(b, share.to(a)) for a, b in zip(old, new, strict=True))
         x = g / (r * c / r.mean(-2, keepdim=True)).sqrt()
         x = x / (x.square().mean((-2, -1), keepdim=True).sqrt() / most).clamp(min=1)
-        return [*x.unbind()], {"row_sq": [*r.unbind()], "column_sq": [*c.unbind()]}
+        return x.unbind(), {"row_sq": r.unbind(), "column_sq": c.unbind()}
 
-    state = {
-        "row_sq": lambda w: torch.zeros_like(w[:, :1]),
-        "column_sq": lambda w: torch.zeros_like(w[:1]),
-    }
+    state = {"row_sq": _per_row, "column_sq": lambda w: torch.zeros_like(w[:1])}
     return transform(apply, state, whole=True, name="adafactor")

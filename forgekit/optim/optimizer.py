@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,19 +14,15 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import _disable_current_modes
 
 from forgekit.checks import quoted
-from forgekit.optim.adamw import key_of, round_values
 from forgekit.optim.chain import chain_optimizers
 from forgekit.optim.groups import ROLES, check_patterns, decay_groups, roles_of
-from forgekit.optim.step_chain import owned_matrices, step_chain
+from forgekit.optim.rounding import key_of
+from forgekit.optim.step_chain import Chain, owned_matrices, step_chain
 from forgekit.optim.transforms import Transform, check_chain
 from forgekit.tensors import local, wide
 
-Chain = Sequence[Transform]
-_ENDS = {"lr_scale", "rounding_seed"}
-"""Options of transforms that the optimizer does itself, at the end of a chain."""
-
 SMALL = 8
-"""Values along each dimension of the tensor on which a chain is tried."""
+"""Values along the smallest dimension of the tensor on which a chain is tried."""
 
 
 def optimizer(
@@ -48,7 +45,7 @@ def optimizer(
         lr: Learning rate until a step's schedule sets it.
         roles: Patterns of parameter names to roles, for a model without a table.
         split: Patterns of parameter names to numbers of rows, for matrices that hold several:
-            ``orthogonal`` and ``row_norm`` take each by itself.
+            transforms of whole matrices take each by itself.
 
     Returns:
         A ``torch.optim.Optimizer`` that skips a bad step on the device; of several kinds of chains
@@ -69,25 +66,25 @@ def optimizer(
         >>> fk.optim.parameters_by_optimizer(model, both)
         {'momentum + orthogonal + decay': ['1.weight'], 'AdamW': ['0.weight', '1.bias']}
     """
-    by_key = {key: (c,) if isinstance(c, Transform) else tuple(c) for key, c in chains.items()}
+    decays = {p for g in decay_groups(model, 1.0) if g["weight_decay"] for p in g["params"]}
+    by_key = {key: _links(key, chain) for key, chain in chains.items()}
     taken = _assign(model, by_key, roles)
     check_patterns("split", model, split or ())
-    decays = {p for g in decay_groups(model, 1.0) if g["weight_decay"] for p in g["params"]}
     members: list[Optimizer] = []
     fused: list[dict[str, Any]] = []
-    for key, all_links in by_key.items():
-        chain, ends, seed = _without_ends(key, all_links)
+    for key, links in by_key.items():
+        seeds = [each.options["rounding_seed"] for each in links if "rounding_seed" in each.options]
+        chain = [each for each in links if "rounding_seed" not in each.options]
+        scales = chain.pop().options if chain and "lr_scale" in chain[-1].options else {}
         names: dict[Tensor, str] = {model.get_parameter(name): name for name in taken[key]}
         reads = _check(key, chain, names)
-        made = [{**group, **ends} for group in _groups(key, chain, names, decays, split or {})]
-        if seed is not None:
-            for group in made:
-                group["keys"] = [key_of(seed, names[p]) for p in group["params"]]
-        elif [each.options and each.name for each in chain] in (["adam"], ["adam", "decay"]):
-            fused += [{**group, **chain[0].options} for group in made]
-            continue
-        if made:
-            members.append(Composed(made, chain=chain, reads=reads, lr=lr))
+        groups = [{**group, **scales} for group in _groups(key, chain, names, decays, split or {})]
+        for group, seed in itertools.product(groups, seeds):
+            group["keys"] = [key_of(seed, names[p]) for p in group["params"]]
+        if [each.kind for each in chain] + seeds in (["adam"], ["adam", "decay"]):
+            fused += [{**group, **chain[0].options} for group in groups]
+        elif groups:
+            members.append(Composed(groups, chain, reads | {"step"} if seeds else reads, lr=lr))
     if fused:
         members.append(torch.optim.AdamW(fused, lr=lr, fused=True))
     return members[0] if len(members) == 1 else chain_optimizers(*members)
@@ -98,36 +95,41 @@ class Composed(Optimizer):
 
     Attributes:
         chain: The transforms.
-        label: Their names, for tables and checkpoints.
+        label: Its name in tables and checkpoints.
+        usual_lr: The rate of one that was given none.
     """
 
     _step_supports_amp_scaling = True
 
-    # check_rates reads the default of lr from this signature, to tell a rate that was given.
     def __init__(
-        self, params: list[dict[str, Any]], *, chain: Chain, reads: set[str], lr: float = 1e-3
+        self, params: list[dict[str, Any]], chain: Chain, reads: Collection[str], *, lr: float
     ) -> None:
-        self.chain, self._reads = tuple(chain), frozenset(reads)
-        defaults = {"lr": lr, "weight_decay": 0.0, "rows": None, "state_step": 0}
-        super().__init__(params, defaults)
-
-    @property
-    def label(self) -> str:
-        """The names of the transforms."""
-        return " + ".join(each.name for each in self.chain)
+        self.chain, self._reads, self.usual_lr = tuple(chain), frozenset(reads), 1e-3
+        self.label = " + ".join(each.name for each in chain)
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0, "rows": None, "state_step": 0})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters; return what ``closure``, called once, returned."""
-        return step_chain(
-            self, lambda _: self.chain, closure, reads=self._reads, finish=round_values
-        )
+        return step_chain(self, lambda _: self.chain, closure, reads=self._reads)
 
     def owned(self) -> dict[Tensor, list[int]]:
         """Which matrices of each parameter's stack this rank holds the state of."""
         return owned_matrices(self, self.chain)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "chain": self.chain, "_reads": self._reads}
+        names = ("chain", "_reads", "label", "usual_lr")
+        return super().__getstate__() | {name: getattr(self, name) for name in names}
+
+
+def _links(key: str, chain: Chain | Transform) -> Chain:
+    links = (chain,) if isinstance(chain, Transform) else tuple(chain)
+    for each in links:
+        if not isinstance(each, Transform):
+            raise TypeError(
+                f"the chain of {key!r} has a {type(each).__name__}; it takes what "
+                "forgekit.optim.transform and functions such as forgekit.optim.momentum() return."
+            )
+    return links
 
 
 def _assign(
@@ -149,35 +151,13 @@ def _assign(
         taken[key].append(name)
     is_whole = not any(getattr(module, "is_absent", False) for module in model.modules())
     for key, its_names in taken.items():
-        if is_whole and not its_names:
+        if is_whole and not its_names and key != "*":
             raise ValueError(
                 f"the chain of {key!r} takes no parameter of {type(model).__name__}: it is neither "
                 f"a role ({quoted(sorted({*roles.values()} - {''}) or ROLES)}) nor a pattern of a "
                 f"name that is left, such as {names[0]!r}. Remove it, or move it before others."
             )
     return taken
-
-
-def _without_ends(key: str, chain: Chain) -> tuple[Chain, dict[str, float], int | None]:
-    """A chain without the ``scale`` and the rounding at its end, the ``lr_scale``, and the seed."""
-    links = [each for each in chain if isinstance(each, Transform) and each.options.keys() & _ENDS]
-    if links != [*chain[len(chain) - len(links) :]] or len({each.name for each in links}) < len(
-        links
-    ):
-        raise ValueError(
-            f"the chain of {key!r} has {' and '.join(each.name for each in links)} before its end, "
-            "or twice; each stands there once."
-        )
-    options = {name: value for each in links for name, value in each.options.items()}
-    seed = options.pop("rounding_seed", None)
-    return chain[: len(chain) - len(links)], options, seed
-
-
-def _decay_of(key: str, chain: Chain, decays: bool) -> float:
-    rules = [each.options for each in chain if "rate" in each.options]
-    if len(rules) > 1:
-        raise ValueError(f"the chain of {key!r} decays twice; leave one of them out.")
-    return rules[0]["rate"] if rules and (decays or rules[0]["everything"]) else 0.0
 
 
 def _groups(
@@ -189,11 +169,15 @@ def _groups(
 ) -> list[dict[str, Any]]:
     """Group parameters by their decay, those that decay first, and by the rows of their parts."""
     groups: dict[tuple[float, tuple[int, ...] | None], list[Tensor]] = {}
+    rules = [each.options for each in chain if "rate" in each.options]
+    if len(rules) > 1:
+        raise ValueError(f"the chain of {key!r} decays twice; leave one of them out.")
+    rule = rules[0] if rules else {"rate": 0.0, "everything": True}
     for parameter, name in names.items():
         rows = next((tuple(rows) for p, rows in split.items() if fnmatchcase(name, p)), None)
-        is_told = key in ("embedding", "norm", name)  # and not only among others
-        kind = _decay_of(key, chain, is_told or parameter in decays), rows
-        groups.setdefault(kind, []).append(parameter)
+        is_told = rule["everything"] or key in ("embedding", "norm", name)
+        rate = rule["rate"] if is_told or parameter in decays else 0.0
+        groups.setdefault((rate, rows), []).append(parameter)
     kinds = sorted(groups, key=lambda kind: -kind[0])
     return [
         {"params": groups[rate, rows], "weight_decay": rate, "rows": rows} for rate, rows in kinds
@@ -202,7 +186,7 @@ def _groups(
 
 def _check(key: str, chain: Chain, names: Mapping[Tensor, str]) -> set[str]:
     """Refuse vectors of whole transforms, and try the chain; see ``check_chain``."""
-    wholes = [each.name for each in chain if isinstance(each, Transform) and each.whole]
+    wholes = [each.name for each in chain if each.whole]
     for parameter, name in names.items():
         if wholes and parameter.ndim not in (2, 3):
             raise ValueError(
@@ -210,9 +194,12 @@ def _check(key: str, chain: Chain, names: Mapping[Tensor, str]) -> set[str]:
                 f"{key!r} takes matrices [o i] and stacks of them [e o i]. Give it another chain."
             )
     like = next(iter(names), torch.empty(6, 4, device="meta"))  # a stage may have none
-    shape = tuple(min(size, SMALL) for size in (like.shape[-2:] if wholes else like.shape))
+    shape = like.shape[-2:] if wholes else like.shape
+    # Small, but different sizes stay different, so that a transposed matrix shows.
+    sizes = {size: min(size, SMALL + n) for n, size in enumerate(sorted({*shape}))}
     is_real = not isinstance(local(like), FakeTensor) and not like.is_meta
     # Apart from dry runs, whose tensors have no values.
     with torch.no_grad(), _disable_current_modes():
-        small = torch.empty(shape, dtype=wide(like.dtype), device=like.device if is_real else "cpu")
+        device = like.device if is_real else "cpu"
+        small = torch.empty([sizes[n] for n in shape], dtype=wide(like.dtype), device=device)
         return check_chain(repr(key), chain, small)

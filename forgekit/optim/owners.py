@@ -7,7 +7,6 @@ where it is not needed. Dimensions of a mesh are undone one at a time.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,71 +21,39 @@ from forgekit.optim.shards import Split, splits_of
 CACHED = 2**18
 """Elements of matrices that a CPU iterates at once: copies of more do not stay in its caches."""
 
-
-@attrs.frozen
-class Leg:
-    """One exchange: a dimension of the mesh is undone.
-
-    Attributes:
-        split: What the dimension does to a matrix.
-        counts: How many matrices each of its ranks gets.
-        group: Its ranks.
-    """
-
-    split: Split
-    counts: list[int]
-    group: dist.ProcessGroup
-
-
-@attrs.frozen
-class Route:
-    """The way of some matrices to their owners.
-
-    Attributes:
-        legs: The exchanges, in order.
-        begin: Number of the first matrix that this rank owns; the others follow.
-        count: How many it owns.
-    """
-
-    legs: list[Leg]
-    begin: int
-    count: int
+Legs = list[tuple[Split, list[int]]]
+"""Exchanges in order: each undoes a split, and gives each of its ranks so many of the matrices."""
 
 
 @attrs.frozen
 class Bundle:
-    """Parameters of one shape and layout, whose matrices travel together.
+    """Parameters of one shape and layout, whose matrices travel together to their owners.
 
     Attributes:
         parameters: Matrices ``[o i]``, or stacks of them ``[e o i]``.
-        route: Of all their matrices that this rank has shards of, in their order.
-        each: How many those are for each parameter.
-        first: Number of the first of them in its stack.
+        legs: The way of their matrices to the owners.
+        owned: The matrices that this rank owns: the parameter, and the number in its stack.
     """
 
     parameters: list[Tensor]
-    route: Route
-    each: int
-    first: int
-
-    def owned(self) -> list[tuple[Tensor, int]]:
-        """List the matrices that this rank owns: the parameter, and the number in its stack."""
-        numbers = range(self.route.begin, self.route.begin + self.route.count)
-        return [(self.parameters[n // self.each], self.first + n % self.each) for n in numbers]
+    legs: Legs
+    owned: list[tuple[Tensor, int]]
 
 
-def bundles(parameters: Sequence[Tensor], start: int = 0) -> Iterator[Bundle]:
+def bundles(parameters: Sequence[Tensor]) -> Iterator[Bundle]:
     """Group parameters by shape and layout, and choose the owner of each matrix.
 
     The owners depend on the parameters alone, so that their state stays where it is.
 
     Args:
         parameters: All of an optimizer's group.
-        start: Number of matrices before, so that not all groups begin with the same rank.
     """
     alike: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
-        alike.setdefault(_kind(parameter), []).append(parameter)
+        is_sharded = isinstance(parameter, DTensor)
+        layout = (parameter.device_mesh, parameter.placements) if is_sharded else parameter.device
+        alike.setdefault((parameter.shape, parameter.dtype, layout), []).append(parameter)
+    start = 0
     for all_alike in alike.values():
         like = all_alike[0]
         # As many at once as the caches of a CPU hold; elsewhere, and shared among ranks, all.
@@ -102,62 +69,57 @@ def bundles(parameters: Sequence[Tensor], start: int = 0) -> Iterator[Bundle]:
         rest = [split for split in splits if split not in stacks]
         for begin in range(0, len(all_alike), size):
             some = all_alike[begin : begin + size]
-            yield Bundle(some, _route(like, len(some) * each, rest, start), each, first)
-            start += len(some)
+            legs, numbers = _route(len(some) * each, rest, start)
+            owned = [(some[number // each], first + number % each) for number in numbers]
+            yield Bundle(some, legs, owned)
+            start += len(some)  # so that not all begin with the same rank
 
 
-def _kind(parameter: Tensor) -> Any:
-    if isinstance(parameter, DTensor):
-        return parameter.shape, parameter.dtype, parameter.device_mesh, parameter.placements
-    return parameter.shape, parameter.dtype, parameter.device
-
-
-def _route(like: Tensor, count: int, splits: Sequence[Split], start: int) -> Route:
-    legs, begin = [], 0
+def _route(count: int, splits: Sequence[Split], start: int) -> tuple[Legs, range]:
+    """Share matrices among ranks; return how they travel, and the numbers of this rank's."""
+    legs, begin = Legs(), 0
     # Copies first: they share the matrices without sending anything.
     copies = [split for split in splits if split.dim is None]
     for split in copies + [s for s in reversed(splits) if s.dim is not None]:
-        assert isinstance(like, DTensor)
-        mesh = like.device_mesh
-        each, left = divmod(count, mesh.size(split.mesh_dim))
-        ranks = range(mesh.size(split.mesh_dim))
+        ranks = split.group.size()
+        each, left = divmod(count, ranks)
         # The first of those that are left over goes to `start`.
-        counts = [each + ((rank - start) % len(ranks) < left) for rank in ranks]
-        legs.append(Leg(split, counts, mesh.get_group(split.mesh_dim)))
+        counts = [each + ((rank - start) % ranks < left) for rank in range(ranks)]
+        legs.append((split, counts))
         begin += sum(counts[: split.rank])
         count = counts[split.rank]
-    return Route(legs, begin, count)
+    return legs, range(begin, begin + count)
 
 
-def to_owners(shards: Tensor, route: Route) -> Tensor:
+def to_owners(shards: Tensor, legs: Legs) -> Tensor:
     """Exchange shards ``[n o' i']`` for this rank's matrices ``[m o i]``; all ranks call it."""
-    for leg in route.legs:
-        if leg.split.dim is None:
-            shards = shards.split(leg.counts)[leg.split.rank]
+    for split, counts in legs:
+        if split.dim is None:
+            shards = shards.split(counts)[split.rank]
             continue
-        count = leg.counts[leg.split.rank]
-        shapes = [_resized((count, *shards.shape[1:]), leg.split.dim, s) for s in leg.split.sizes]
-        lengths = [math.prod(shape) for shape in shapes]
-        received = _exchange([*shards.split(leg.counts)], lengths, leg.group)
-        pieces = [part.view(shape) for part, shape in zip(received, shapes, strict=True)]
-        shards = torch.cat(pieces, dim=leg.split.dim)
+        rows = shards.movedim(split.dim, 0)  # [o' n i'], or [i' n o'] where columns are split
+        shape = (sum(split.sizes), counts[split.rank], rows.shape[-1])
+        lengths = [size * shape[1] * shape[2] for size in split.sizes]
+        received = _exchange(rows.split(counts, dim=1), lengths, split.group)
+        shards = received.view(shape).movedim(0, split.dim).contiguous()
     return shards
 
 
-def from_owners(matrices: Tensor, route: Route, shape: Sequence[int]) -> Tensor:
-    """Exchange this rank's matrices ``[m o i]`` for shards of all, of the shape ``[n o' i']``."""
-    shapes = [tuple(shape)]
-    for leg in route.legs:
-        whole = (leg.counts[leg.split.rank], *shapes[-1][1:])
-        dim = leg.split.dim
-        shapes.append(whole if dim is None else _resized(whole, dim, sum(leg.split.sizes)))
-    for leg, here in zip(reversed(route.legs), reversed(shapes[:-1]), strict=True):
-        if leg.split.dim is None:
-            parts = [matrices] * len(leg.counts)
-        else:
-            parts = [*matrices.split(list(leg.split.sizes), dim=leg.split.dim)]
-        lengths = [math.prod(here[1:]) * count for count in leg.counts]
-        matrices = torch.cat(_exchange(parts, lengths, leg.group)).view(here)
+def from_owners(matrices: Tensor, legs: Legs) -> Tensor:
+    """Exchange this rank's matrices ``[m o i]`` for shards of all of them ``[n o' i']``."""
+    for split, counts in reversed(legs):
+        if split.dim is None:
+            shape = matrices.shape[1:]
+            lengths = [count * shape.numel() for count in counts]
+            received = _exchange([matrices] * len(counts), lengths, split.group)
+            matrices = received.view(sum(counts), *shape)
+            continue
+        rows = matrices.movedim(split.dim, 0)  # [o m i]
+        own, columns = split.sizes[split.rank], rows.shape[-1]
+        lengths = [own * count * columns for count in counts]
+        received = _exchange(rows.split(split.sizes), lengths, split.group).split(lengths)
+        parts = [p.view(own, c, columns) for p, c in zip(received, counts, strict=True)]
+        matrices = torch.cat(parts, dim=1).movedim(0, split.dim)
     return matrices
 
 
@@ -171,15 +133,14 @@ def total_over_shards(parameters: Sequence[Tensor], numbers: Sequence[Tensor]) -
     Returns:
         The sums, one collective for each dimension of a mesh on which parameters are sharded.
     """
-    sums, sharded = [*numbers], {}
+    sums = [*numbers]
+    sharded: dict[dist.ProcessGroup, list[int]] = {}
     for number, parameter in enumerate(parameters):
         for split in splits_of(parameter):
             if split.dim is not None:
-                assert isinstance(parameter, DTensor)
-                group = parameter.device_mesh.get_group(split.mesh_dim)
-                device = parameter.device_mesh.device_type
-                sharded.setdefault(group, (device, []))[1].append(number)
-    for group, (device, which) in sharded.items():
+                sharded.setdefault(split.group, []).append(number)
+    for group, which in sharded.items():
+        device = parameters[which[0]].device_mesh.device_type  # pyright: ignore[reportAttributeAccessIssue]
         part = torch.stack([sums[number] for number in which]).to(device)
         dist.all_reduce(part, group=group)
         for number, value in zip(which, part, strict=True):
@@ -187,13 +148,9 @@ def total_over_shards(parameters: Sequence[Tensor], numbers: Sequence[Tensor]) -
     return sums
 
 
-def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return tuple(size if n == dim % len(shape) else length for n, length in enumerate(shape))
-
-
-def _exchange(parts: list[Tensor], lengths: list[int], group: dist.ProcessGroup) -> list[Tensor]:
-    """Send a part to each rank of a group, and receive one of a given length from each."""
+def _exchange(parts: Sequence[Tensor], lengths: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Send a part to each rank of a group; return what comes, flat, so many values from each."""
     sent = torch.cat([part.reshape(-1) for part in parts])
     received = sent.new_empty(sum(lengths))
     dist.all_to_all_single(received, sent, lengths, [p.numel() for p in parts], group=group)
-    return [*received.split(lengths)]
+    return received

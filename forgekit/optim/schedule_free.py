@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from forgekit.optim.groups import check_decay_rates, decay_groups
-from forgekit.optim.step_each import State, keep_or_write, step_each, zeros
-from forgekit.tensors import local, wide
+from forgekit.optim.groups import decay_groups
+from forgekit.optim.step_chain import keep_or_write, step_chain
+from forgekit.optim.transforms import At, State, Tensors, Transform, check_decay_rates, transform
+from forgekit.tensors import local
 
 Point = Literal["train", "evaluate"]
 
@@ -143,7 +144,11 @@ class ScheduleFree(Optimizer):
                 "nothing to it. Call optimizer.train() before the forward pass; for an evaluation "
                 "use `with forgekit.averaged(state):`, which goes back by itself."
             )
-        return step_each(self, _rule, _init, closure)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                self.state[parameter].setdefault("point", "train")
+        chain_of = lambda group: (_interpolation(group),)  # noqa: E731
+        return step_chain(self, chain_of, closure, reads={"step"}, moves=False)
 
     def _move(self, point: Point, weight: Callable[[float], float]) -> None:
         for group in self.param_groups:
@@ -160,23 +165,24 @@ class ScheduleFree(Optimizer):
         return torch.lerp(local(parameter.detach()).to(z.dtype), z, weight)
 
 
-def _rule(y: Tensor, gradient: Tensor, state: State, group: dict[str, Any]) -> tuple[Tensor, State]:
-    z, (beta1, beta2), lr = state["z"], group["betas"], group["lr"]
-    step, largest = state["step"] + 1, state["lr_max"].clamp(min=lr)
-    weight = step ** group["r"] * largest ** group["weight_lr_power"]
-    total = state["weight_sum"] + weight
-    share = torch.where(total > 0, weight / total, 0.0)  # of the new z in the average
-    squares = (beta2 * state["exp_avg_sq"]).addcmul_(gradient, gradient, value=1 - beta2)
-    update = gradient / (squares / (1 - beta2**step)).sqrt_().add_(group["eps"])
-    update = update.add_(y, alpha=group["weight_decay"])
-    moved = y + share * (z - y) + lr * (beta1 * (1 - share) - 1) * update
-    counters = {"step": step, "weight_sum": total, "lr_max": largest}
-    return moved, {"z": z - lr * update, "exp_avg_sq": squares, **counters}
+def _interpolation(group: dict[str, Any]) -> Transform:
+    """The next training point; parameters come one at a time, as each has its own count."""
+    (beta1, beta2), lr, power = group["betas"], group["lr"], group["weight_lr_power"]
 
+    def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:
+        (g,), (y,), (z, squares, total, largest) = d, at.values, [t[0] for t in state.values()]
+        largest = largest.clamp(min=lr)
+        weight = at.step ** group["r"] * largest**power
+        total = total + weight
+        share = torch.where(total > 0, weight / total, 0.0)  # of the new z in the average
+        squares = (beta2 * squares).addcmul_(g, g, value=1 - beta2)
+        update = g / (squares / (1 - beta2**at.step)).sqrt_().add_(group["eps"])
+        update = update.add_(y, alpha=at.weight_decay)
+        moved = y + share * (z - y) + lr * (beta1 * (1 - share) - 1) * update
+        new = (z - lr * update, squares, total, largest)
+        return [moved], {name: [entry] for name, entry in zip(state, new, strict=True)}
 
-def _init(parameter: nn.Parameter) -> dict[str, Any]:
-    zero = torch.zeros((), dtype=torch.float64, device=local(parameter).device)
-    # Good steps, the sum of their weights in the average, and the largest rate.
-    counters = {name: zero.clone() for name in ("step", "weight_sum", "lr_max")}
-    z = parameter.detach().clone().to(wide(parameter.dtype))
-    return {"point": "train", "z": z, **zeros("exp_avg_sq")(parameter), **counters}
+    # The sum of the weights in the average, and the largest rate, are numbers.
+    number = lambda w: w.new_zeros((), dtype=torch.float64)  # noqa: E731
+    state = {"z": lambda w: w, "exp_avg_sq": torch.zeros_like}
+    return transform(apply, state | {"weight_sum": number, "lr_max": number}, name="interpolation")

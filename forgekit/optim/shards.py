@@ -11,6 +11,7 @@ from typing import Any
 
 import attrs
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -23,17 +24,17 @@ class Split:
     """What one dimension of a mesh does to a tensor.
 
     Attributes:
-        mesh_dim: The dimension of the mesh.
+        group: The ranks of the dimension of the mesh.
+        rank: This rank's position among them.
         dim: The tensor's dimension that is split, counted from its end; None where every rank has
             a copy.
         sizes: Length of each rank's part along ``dim``.
-        rank: This rank's position on the dimension of the mesh.
     """
 
-    mesh_dim: int
-    dim: int | None
-    sizes: tuple[int, ...]
+    group: dist.ProcessGroup
     rank: int
+    dim: int | None
+    sizes: list[int]
 
 
 def splits_of(tensor: Tensor) -> list[Split]:
@@ -53,11 +54,14 @@ def splits_of(tensor: Tensor) -> list[Split]:
         ranks, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
         if ranks == 1:
             continue
-        dim = _sharded_dim(tensor.placements[mesh_dim], tensor.ndim)
-        sizes = _chunk_sizes(shape[dim], ranks) if dim is not None else ()
+        placement: Any = tensor.placements[mesh_dim]
+        dim = (
+            None if isinstance(placement, Replicate) else placement.dim % tensor.ndim - tensor.ndim
+        )
+        sizes = _chunk_sizes(shape[dim], ranks) if dim is not None else []
         if dim is not None:
             shape[dim] = sizes[rank]
-        splits.append(Split(mesh_dim, dim, sizes, rank))
+        splits.append(Split(mesh.get_group(mesh_dim), rank, dim, sizes))
     return splits
 
 
@@ -83,14 +87,7 @@ def _is_late(placement: Placement) -> bool:
     return isinstance(placement, _StridedShard)
 
 
-def _sharded_dim(placement: Placement, ndim: int) -> int | None:
-    if isinstance(placement, Replicate):
-        return None
-    shard: Any = placement
-    return shard.dim % ndim - ndim
-
-
-def _chunk_sizes(length: int, ranks: int) -> tuple[int, ...]:
+def _chunk_sizes(length: int, ranks: int) -> list[int]:
     """Lengths as ``torch.chunk`` and DTensor have them: equal ones, a shorter one, empty ones."""
     chunk = -(-length // ranks)
-    return tuple(min(chunk, max(length - rank * chunk, 0)) for rank in range(ranks))
+    return [min(chunk, max(length - rank * chunk, 0)) for rank in range(ranks)]

@@ -1,25 +1,29 @@
 """Step parameters by a chain of transforms, in any layout; a bad step changes nothing.
 
-What stands before the first whole transform and behind the last runs on this rank's shards; from
-the first to the last, directions are with the owners of the matrices, and so is state. Such state
-is kept as ``{number in the stack: tensor}``, 0 for a plain matrix, on its owner alone.
+Transforms before the first whole one and after the last run on this rank's shards. From the first
+to the last, directions are with the owners of the matrices, and so is state: such an entry is kept
+on its owner alone, as ``{number: tensor}``, with the number of the matrix in its stack.
+
+``update`` leaves two 0-d tensors on an optimizer: ``grad_scale``, by which gradients are divided,
+and ``found_inf``, 1.0 where the step is bad. Nothing is read on the host: new values are computed
+in either case, and old ones kept where the step is bad, to the bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from itertools import islice
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from forgekit.optim.owners import Bundle, bundles, from_owners, to_owners, total_over_shards
-from forgekit.optim.step_each import call_closure, is_skipped, keep_or_write, scaled_gradient
-from forgekit.optim.transforms import At, State, Tensors, Transform, middle_of
+from forgekit.optim.rounding import round_values
+from forgekit.optim.transforms import At, Tensors, Transform, run, split_chain
 from forgekit.tensors import local, wide
 
 AT_ONCE = {"cpu": 2**15}
@@ -27,22 +31,21 @@ AT_ONCE = {"cpu": 2**15}
 CPU in its caches."""
 
 UNREAD = torch.tensor(torch.nan, dtype=torch.float64)
-"""A number of ``At`` that no transform of the chain reads."""
+"""The step of ``At`` where no transform of the chain reads it."""
 
-Writes = list[tuple[Tensor, Tensor]]
-"""Tensors of state, each with what it becomes."""
+Chain = Sequence[Transform]
 
-Finish = Callable[[dict[str, Any], Tensor, Tensor, Tensor], Tensor]
-"""Of a group, a parameter, its next values and the number of the step: what is written."""
+Holder = tuple[Tensor, int | None]
+"""A parameter, and of what its owner holds the number of the matrix in its stack."""
 
 
 def step_chain(
     optimizer: Optimizer,
-    chain_of: Callable[[dict[str, Any]], Sequence[Transform]],
+    chain_of: Callable[[dict[str, Any]], Chain],
     closure: Callable[[], Any] | None = None,
     *,
-    reads: Collection[str] = (),
-    finish: Finish = lambda group, parameter, values, step: values,  # noqa: ARG005
+    reads: Collection[str],
+    moves: bool = True,
 ) -> Any:
     """Step every parameter that has a gradient, in place; all ranks call it.
 
@@ -51,223 +54,212 @@ def step_chain(
         chain_of: The chain of a group. A group's ``state_step`` counts calls where ``update``
             does not set it.
         closure: Computes the loss again; called once.
-        reads: What ``check_chain`` found.
-        finish: What is written of a parameter's next values.
+        reads: What ``check_chain`` returned.
+        moves: Whether parameters move against the directions; else these are their next values.
 
     Returns:
         What the closure returned, else None.
     """
-    loss, skip, start = call_closure(closure), is_skipped(optimizer), 0
-    good = None if skip is None else (~skip).to(torch.float64)
+    loss = closure and torch.enable_grad()(closure)()
     for group in optimizer.param_groups:
-        step = _Step(optimizer, group, chain_of(group), skip, good, reads, finish)
-        for parameters, some in step.parts(start):
+        step = _Step(optimizer, group, *split_chain(chain_of(group)), reads=reads, moves=moves)
+        for parameters, some in step.parts():
             if any(p.grad is not None for p in parameters):
                 step.take(parameters, some)
-        start += len(group["params"])
         if "state_step" in group:
             group["state_step"] += 1
     return loss
 
 
+@attrs.define
 class _Step:
-    """One step of a group."""
+    """One step of a group, by transforms before, on and after the owners of matrices."""
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        group: dict[str, Any],
-        chain: Sequence[Transform],
-        skip: Tensor | None,
-        good: Tensor | None,
-        reads: Collection[str],
-        finish: Finish,
-    ) -> None:
-        self.optimizer, self.group, self.skip, self.good = optimizer, group, skip, good
-        self.reads, self.finish, self.lr = reads, finish, float(group["lr"])
-        self.used = {name.removeprefix("whole ") for name in reads}
-        middle = middle_of(chain)
-        self.before, self.middle = chain[: middle.start], chain[middle]
-        self.after, self.writes = chain[middle.stop :], Writes()
-        # Decay at the end is one product with the values, as in torch.
-        self.decays = bool(self.after) and self.after[-1].ends_in_decay
-        self.after = self.after[: len(self.after) - self.decays]
+    optimizer: Optimizer
+    group: dict[str, Any]
+    before: Chain
+    middle: Chain
+    after: Chain
+    reads: Collection[str]
+    moves: bool
+    writes: list[tuple[Tensor, Tensor]] = attrs.field(factory=list)
 
-    def parts(self, start: int) -> Iterator[tuple[list[Tensor], list[Bundle]]]:
+    def parts(self) -> Iterator[tuple[list[Tensor], list[Bundle]]]:
         """Yield parameters that step at once, with their owners where there are some."""
         parameters = self.group["params"]
         if self.middle:
-            together = [*bundles(parameters, start)]
+            together = [*bundles(parameters)]
             # A sum over shards costs one collective for all parameters, so all are there at once.
             parts = [together] if "total" in self.reads else [[bundle] for bundle in together]
             yield from (([p for b in part for p in b.parameters], part) for part in parts)
         elif "total" in self.reads:
             yield parameters, []
         else:  # only what has a gradient, and each with its own count where that is read
-            some, size = [], 0
+            some, room = [], 0
             for parameter in (p for p in parameters if p.grad is not None):
                 shard = local(parameter)
-                most = AT_ONCE.get(shard.device.type, 2**24)
-                if some and ("step" in self.reads or size + shard.numel() > most):
+                if "step" in self.reads or shard.numel() > room:
                     yield some, []
-                    some, size = [], 0
+                    some, room = [], AT_ONCE.get(shard.device.type, 2**24)
                 some.append(parameter)
-                size += shard.numel()
+                room -= shard.numel()
             yield some, []
 
     @torch.no_grad()
     def take(self, parameters: list[Tensor], some: list[Bundle]) -> None:
         """Compute all that is new, then write it unless the step is bad."""
-        shards, self.writes = [local(p) for p in parameters], Writes()
-        counts = [self._count(p) for p in parameters] if "step" in self.used else []
-        at = self._at(parameters, shards, counts[0] + 1 if counts else UNREAD)
-        directions = self._run(self.before, parameters, at.gradients, at)
+        self.writes.clear()
+        shards, holders = [local(p) for p in parameters], [(p, None) for p in parameters]
+        at = self._at(parameters, shards, holders)
+        directions = self._run(self.before, holders, at.gradients, at.values, at)
         if some:
-            wanted = (iter([*directions]), iter(at.values), iter(at.gradients))
-            directions = [
-                direction
-                for bundle in some
-                for direction in self._on_owners(
-                    bundle, *([*islice(each, len(bundle.parameters))] for each in wanted), at=at
-                )
-            ]
-        directions = self._run(self.after, parameters, directions, at)
-        if self.decays:
-            moved = torch._foreach_mul(at.values, 1 - self.lr * at.weight_decay)
-            torch._foreach_add_(moved, directions, alpha=-self.lr)
-        else:
-            moved = torch._foreach_add(at.values, directions, alpha=-self.lr)
+            directions, sent = [], zip(directions, at.values, at.gradients, strict=True)
+            for bundle in some:
+                its = zip(*(next(sent) for _ in bundle.parameters), strict=True)
+                directions += self._on_owners(bundle, *its, at=at)
+        # Decay at the end is one product with the values, as in torch.
+        decays = bool(self.after) and self.after[-1].kind == "decay"
+        after = self.after[:-1] if decays else self.after
+        moved, lr = self._run(after, holders, directions, at.values, at), float(self.group["lr"])
+        if self.moves:
+            values = at.values
+            if decays:
+                values = torch._foreach_mul(values, 1 - lr * at.weight_decay)
+            moved = torch._foreach_add(values, moved, alpha=-lr)
         pairs = zip(parameters, moved, strict=True)
-        moved = [self.finish(self.group, p, values, at.step) for p, values in pairs]
+        moved = [round_values(self.group, p, values, at.step) for p, values in pairs]
         # State first: it may become the values, or what another entry was.
         olds = {id(old) for old, _ in self.writes}
         writes = [
             (old, new.clone() if new is not old and id(new) in olds else new)
             for old, new in self.writes
         ]
+        skip = is_skipped(self.optimizer)
         for old, new in [*writes, *zip(shards, moved, strict=True)]:
-            keep_or_write(None if self.skip is None else self.skip.to(old.device), old, new)
-        if counts:
-            good = torch.ones_like(counts[0]) if self.good is None else self.good
-            torch._foreach_add_(counts, [good] * len(counts))  # one number for all waits on a CPU
+            keep_or_write(skip, old, new)
 
-    def _at(self, parameters: list[Tensor], shards: Tensors, step: Tensor) -> At:
-        group = self.group
+    def _at(self, parameters: list[Tensor], shards: Tensors, holders: Sequence[Holder]) -> At:
         gradients = [scaled_gradient(self.optimizer, parameter) for parameter in parameters]
-        number = group.get("state_step", 0) + 1
+        device, number = shards[0].device, self.group.get("state_step", 0) + 1
+        counts = []
+        if "step" in self.reads:
+            counts = [self._entry(*p, "step", _zero) for p in zip(holders, shards, strict=True)]
+            self.writes += [(count, count + 1) for count in counts]
         return At(
-            step=step,
-            lr=torch.full((), self.lr, dtype=torch.float64, device=shards[0].device)
-            if "lr" in self.used
-            else UNREAD,
+            step=counts[0] + 1 if counts else UNREAD,
+            lr=torch.full((), float(self.group["lr"]), dtype=torch.float64, device=device),
             values=[v.to(g.dtype) for v, g in zip(shards, gradients, strict=True)],
             gradients=gradients,
             total=partial(total_over_shards, parameters),
             every=lambda steps: number % steps == 0,
-            weight_decay=group.get("weight_decay", 0.0),
-            rows=group.get("rows"),
+            weight_decay=self.group["weight_decay"],
         )
 
-    def _count(self, parameter: Tensor) -> Tensor:
-        """Good steps of a parameter; a checkpoint may bring the number on the host."""
-        entries, device = self.optimizer.state[parameter], local(parameter).device
-        count = entries.get("step", torch.zeros((), dtype=torch.float64))
-        entries["step"] = count.to(device)
-        return entries["step"]
-
     def _run(
-        self, chain: Sequence[Transform], parameters: list[Tensor], directions: Tensors, at: At
+        self, chain: Chain, holders: Sequence[Holder], directions: Tensors, likes: Tensors, at: At
     ) -> Tensors:
-        """Apply transforms to shards, and note what becomes of their state."""
+        """Apply transforms, and note what becomes of their state, first made from ``likes``."""
         for each in chain:
             state = {
-                name: [self._shard(p, name, make) for p in parameters]
+                name: [self._entry(*pair, name, make) for pair in zip(holders, likes, strict=True)]
                 for name, make in each.state.items()
             }
-            directions, new = each.apply([*directions], state, at)
-            self._note(state, new)
+            directions, new = run(each, directions, state, at)
+            for name, entries in state.items():
+                self.writes += zip(entries, new[name], strict=True)
         return directions
 
-    def _note(self, state: State, new: State) -> None:
-        for name, entries in state.items():
-            self.writes += zip(entries, new[name], strict=True)
-
-    def _shard(self, parameter: Tensor, name: str, make: Callable[[Tensor], Tensor]) -> Tensor:
-        entries, dtype = self.optimizer.state[parameter], wide(parameter.dtype)
-        if name not in entries:
-            shard = local(parameter)
-            made = make(shard.to(dtype)).clone()  # not the parameter itself
-            entries[name] = made
-            if made.shape == shard.shape and isinstance(parameter, DTensor):
-                entries[name] = torch.empty_like(parameter, dtype=made.dtype)
-                local(entries[name]).copy_(made)
-        if entries[name].ndim == 0:
-            entries[name] = entries[name].to(local(parameter).device)
-        return local(entries[name])
+    def _entry(
+        self, holder: Holder, like: Tensor, name: str, make: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        """This rank's part of an entry of the state, or what it holds as an owner."""
+        parameter, number = holder
+        held: dict[Any, Any] = self.optimizer.state[parameter]
+        key: Any = name
+        if number is not None:
+            held, key = held.setdefault(name, {}), number
+        if key not in held:
+            held[key] = made = make(like).clone()  # not the parameter itself
+            if number is None and made.shape == like.shape and isinstance(parameter, DTensor):
+                held[key] = torch.empty_like(parameter, dtype=made.dtype)
+                local(held[key]).copy_(made)
+        if number is not None or not held[key].ndim:  # a checkpoint may bring it on the host
+            held[key] = held[key].to(like.device)
+        return local(held[key])
 
     def _on_owners(
         self, bundle: Bundle, directions: Tensors, values: Tensors, gradients: Tensors, at: At
     ) -> Tensors:
         """Bring directions to the owners, apply whole transforms there, and bring them back."""
         like, home = bundle.parameters[0], directions[0].device
-        shape, wider = directions[0].shape, directions[0].dtype
+        wider, rows = directions[0].dtype, self.group["rows"] or like.shape[-2:-1]
         where = like.device_mesh.device_type if isinstance(like, DTensor) else home  # offloaded
 
-        def gather(shards: Tensors, dtype: torch.dtype) -> Tensors:
-            stacked = torch.stack([shard.to(where, dtype) for shard in shards])
-            return [*to_owners(stacked.flatten(0, -3), bundle.route).unbind()]
+        def gather(shards: Tensors, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+            stacked = torch.stack([shard.to(where, dtype or wider) for shard in shards])
+            return to_owners(stacked.flatten(0, -3), bundle.legs).split([*rows], dim=-2)
 
-        matrices = gather(directions, self.middle[0].dtype or wider)
-        read = {
-            name: gather(shards, wider) if f"whole {name}" in self.reads else []
-            for name, shards in (("values", values), ("gradients", gradients))
-        }
+        sent = {"values": values, "gradients": gradients}
+        read = {name: gather(s) for name, s in sent.items() if f"whole {name}" in self.reads}
         # What is whole needs no sum.
         at = at._replace(
-            **read, step=at.step.to(where), lr=at.lr.to(where), total=lambda numbers: [*numbers]
+            step=at.step.to(where), lr=at.lr.to(where), total=list, values=[], gradients=[]
         )
-        back = self.middle[-1].dtype or wider
-        whole = like.shape[-2:]
-        if matrices:
-            for each in self.middle:
-                zero = torch.zeros(whole, dtype=wider, device=where)
-                state = {
-                    name: [self._whole(*owned, name, make, zero) for owned in bundle.owned()]
-                    for name, make in each.state.items()
-                }
-                matrices, new = each.apply(matrices, state, at)
-                self._note(state, new)
-            stacked = torch.stack([*matrices]).to(back)
-        else:
-            stacked = torch.empty((0, *whole), dtype=back, device=where)
-        count = len(directions) * bundle.each
-        shared = from_owners(stacked, bundle.route, (count, *shape[-2:]))
+        back, done = self.middle[-1].dtype or wider, []
+        for part, matrices in enumerate(gather(directions, self.middle[0].dtype)):
+            if len(matrices):
+                holders = [(p, number * len(rows) + part) for p, number in bundle.owned]
+                zeros = [matrices.new_zeros(matrices.shape[1:], dtype=wider)] * len(holders)
+                its = at._replace(**{name: whole[part].unbind() for name, whole in read.items()})
+                made = self._run(self.middle, holders, matrices.unbind(), zeros, its)
+                matrices = torch.stack([*made])
+            done.append(matrices.to(back))
+        shared = from_owners(done[0] if len(done) == 1 else torch.cat(done, -2), bundle.legs)
         back = wider if self.after else back  # else it is added to wider values
-        return [*shared.view(len(directions), *shape).to(home, back).unbind()]
-
-    def _whole(
-        self,
-        parameter: Tensor,
-        number: int,
-        name: str,
-        make: Callable[[Tensor], Tensor],
-        zero: Tensor,
-    ) -> Tensor:
-        held = self.optimizer.state[parameter].setdefault(name, {})
-        if number not in held:
-            held[number] = make(zero).clone()
-        held[number] = held[number].to(zero.device)
-        return held[number]
+        return shared.view(len(directions), *directions[0].shape).to(home, back).unbind()
 
 
-def owned_matrices(optimizer: Optimizer, chain: Sequence[Transform]) -> dict[Tensor, list[int]]:
+def owned_matrices(optimizer: Optimizer, chain: Chain) -> dict[Tensor, list[int]]:
     """List which matrices of each parameter's stack this rank owns, where a chain has owners."""
     owned: dict[Tensor, list[int]] = {}
-    start, middle = 0, middle_of(chain)
-    for group in optimizer.param_groups if middle.stop > middle.start else ():
-        for bundle in bundles(group["params"], start):
+    for group in optimizer.param_groups if split_chain(chain)[1] else ():
+        parts = len(group["rows"] or [1])
+        for bundle in bundles(group["params"]):
             owned |= {p: [] for p in bundle.parameters}
-            for parameter, number in bundle.owned():
-                owned[parameter].append(number)
-        start += len(group["params"])
+            for parameter, number in bundle.owned:
+                owned[parameter] += range(number * parts, (number + 1) * parts)
     return owned
+
+
+def scaled_gradient(optimizer: Optimizer, parameter: Tensor) -> Tensor:
+    """Return this rank's part of a gradient in float32 or wider, divided by ``grad_scale``.
+
+    Without a gradient it is zeros: a step of a model gives them to parameters that nothing used.
+    """
+    part = torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
+    part, scale = part.to(wide(part.dtype)), vars(optimizer).get("grad_scale")
+    return part if scale is None else part / scale.to(part.dtype)
+
+
+def is_skipped(optimizer: Optimizer) -> Tensor | None:
+    """Return whether the step is bad, ``[]`` bool on the device; None if nobody asked."""
+    found_inf = vars(optimizer).get("found_inf")
+    return None if found_inf is None else found_inf != 0
+
+
+def keep_or_write(skip: Tensor | None, old: Tensor, new: Tensor) -> None:
+    """Write a new value, or keep the old one where the step is bad, in place.
+
+    Args:
+        skip: What ``is_skipped`` returned.
+        old: This rank's part of a parameter or of its state.
+        new: ``[...]`` as ``old``; rounded to its dtype.
+    """
+    if skip is None:
+        old.copy_(new)
+    else:
+        torch.where(skip.to(old.device), old, new.to(old.dtype), out=old)
+
+
+def _zero(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float64, device=like.device)

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from forgekit.checks import check_integers, check_numbers
-from forgekit.optim.groups import check_decay_rates
 
-Tensors = list[Tensor]
-State = dict[str, Tensors]
+Tensors = list[Tensor] | tuple[Tensor, ...]
+State = Mapping[str, Tensors]
 
 
 class At(NamedTuple):
@@ -38,7 +37,6 @@ class At(NamedTuple):
         every: ``every(n)`` is true in each n-th step of the run, bad ones counted: it follows from
             ``state.step``, which the host knows and a resumed run goes on with.
         weight_decay: Of the group.
-        rows: Numbers of rows of the matrices that a fused one holds; None for one.
     """
 
     step: Tensor
@@ -48,10 +46,9 @@ class At(NamedTuple):
     total: Callable[[Sequence[Tensor]], Tensors]
     every: Callable[[int], bool]
     weight_decay: float = 0.0
-    rows: tuple[int, ...] | None = None
 
 
-Apply = Callable[[Tensors, State, At], tuple[Tensors, State]]
+Apply = Callable[[list[Tensor], dict[str, list[Tensor]], At], tuple[Tensors, State]]
 
 
 @attrs.frozen(eq=False)
@@ -64,7 +61,8 @@ class Transform:
         whole: Whether it needs whole matrices.
         name: For messages and checkpoints.
         dtype: In which directions travel to their owner and back; None for float32 or wider.
-        options: Of ``adam``, ``decay`` and ``scale``, which the optimizer can do in other ways.
+        kind: ``"adam"`` or ``"decay"`` where the optimizer can do it in another way.
+        options: What it needs for that.
     """
 
     apply: Apply
@@ -72,12 +70,8 @@ class Transform:
     whole: bool
     name: str
     dtype: torch.dtype | None = None
+    kind: str = ""
     options: Mapping[str, Any] = {}
-
-    @property
-    def ends_in_decay(self) -> bool:
-        """Whether it is ``decay``, which the optimizer can do with the update."""
-        return self.name == "decay" and "rate" in self.options
 
 
 def transform(
@@ -117,6 +111,23 @@ def transform(
     return Transform(apply, dict(state or {}), whole, name, **options)
 
 
+def check_decay_rates(*rates: float) -> None:
+    """Refuse a decay rate of a running mean that is below 0 or not below 1.
+
+    Raises:
+        ValueError: With what was given: the mean would never move, or grow without a word.
+    """
+    if not all(0 <= rate < 1 for rate in rates):
+        raise ValueError(f"decay rates are {rates}; each must be at least 0 and below 1.")
+
+
+def lerp(means: Tensors, values: Tensors, share: Tensor | float) -> Tensors:
+    """``means + share * (values - means)``, for all parameters at once."""
+    is_tensor = isinstance(share, Tensor)
+    weights = [share.to(means[0])] * len(means) if is_tensor else share
+    return torch._foreach_lerp([*means], [*values], weights)
+
+
 def momentum(
     beta: float = 0.95, *, nesterov: bool = True, warmup: int = 0, start: float = 0.85
 ) -> Transform:
@@ -135,15 +146,9 @@ def momentum(
     check_integers(warmup=(warmup, 0))
 
     def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:
-        if not warmup:
-            m = torch._foreach_lerp(state["momentum_buffer"], d, 1 - beta)
-            return [*(torch._foreach_lerp(d, m, beta) if nesterov else m)], {
-                "momentum_buffer": [*m]
-            }
-        b = start + (beta - start) * (at.step / warmup).clamp(max=1)
-        m = [old.lerp(x, (1 - b).to(x)) for old, x in zip(state["momentum_buffer"], d, strict=True)]
-        ahead = [x.lerp(y, b.to(x)) for x, y in zip(d, m, strict=True)] if nesterov else m
-        return ahead, {"momentum_buffer": m}
+        b = start + (beta - start) * (at.step / warmup).clamp(max=1) if warmup else beta
+        m = lerp(state["momentum_buffer"], d, 1 - b)
+        return lerp(d, m, b) if nesterov else m, {"momentum_buffer": m}
 
     return transform(apply, {"momentum_buffer": torch.zeros_like}, name="momentum")
 
@@ -164,17 +169,16 @@ def adam(beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8) -> Transfor
     check_decay_rates(beta1, beta2)
 
     def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:
-        m = torch._foreach_lerp(state["exp_avg"], d, 1 - beta1)
-        v = torch._foreach_lerp(state["exp_avg_sq"], torch._foreach_mul(d, d), 1 - beta2)
-        c1, c2 = [(1 - b**at.step).to(m[0]) for b in (beta1, beta2)]
-        mean = torch._foreach_div(m, [c1] * len(m))
-        root = torch._foreach_sqrt(torch._foreach_div(v, [c2] * len(v)))
-        torch._foreach_add_(root, eps)
-        return [*torch._foreach_div(mean, root)], {"exp_avg": [*m], "exp_avg_sq": [*v]}
+        m = lerp(state["exp_avg"], d, 1 - beta1)
+        v = lerp(state["exp_avg_sq"], torch._foreach_mul(d, d), 1 - beta2)
+        c1, c2 = [[(1 - b**at.step).to(m[0])] * len(m) for b in (beta1, beta2)]
+        roots = torch._foreach_sqrt(torch._foreach_div(v, c2))
+        torch._foreach_add_(roots, eps)
+        return torch._foreach_div(torch._foreach_div(m, c1), roots), {"exp_avg": m, "exp_avg_sq": v}
 
     state = {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
     options = {"betas": (beta1, beta2), "eps": eps}
-    return transform(apply, state, name="adam", options=options)
+    return transform(apply, state, name="adam", kind="adam", options=options)
 
 
 def lion_sign(beta1: float = 0.9, beta2: float = 0.99) -> Transform:
@@ -190,10 +194,8 @@ def lion_sign(beta1: float = 0.9, beta2: float = 0.99) -> Transform:
     check_decay_rates(beta1, beta2)
 
     def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:  # noqa: ARG001
-        mixed = torch._foreach_lerp(state["exp_avg"], d, 1 - beta1)
-        mean = torch._foreach_lerp(state["exp_avg"], d, 1 - beta2)
-        torch._foreach_sign_(mixed)  # new memory
-        return [*mixed], {"exp_avg": [*mean]}
+        m = state["exp_avg"]
+        return torch._foreach_sign(lerp(m, d, 1 - beta1)), {"exp_avg": lerp(m, d, 1 - beta2)}
 
     return transform(apply, {"exp_avg": torch.zeros_like}, name="lion_sign")
 
@@ -211,11 +213,9 @@ def decay(rate: float = 0.1, *, everything: bool = False) -> Transform:
     """
 
     def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:
-        if not at.weight_decay:
-            return d, state
-        return [*torch._foreach_add(d, at.values, alpha=at.weight_decay)], state
+        return torch._foreach_add(d, at.values, alpha=at.weight_decay), state
 
-    return _decaying(apply, rate, everything, "decay")
+    return _decaying(apply, rate, everything, name="decay", kind="decay")
 
 
 def cautious_decay(rate: float = 0.1, *, everything: bool = False) -> Transform:
@@ -230,44 +230,51 @@ def cautious_decay(rate: float = 0.1, *, everything: bool = False) -> Transform:
     """
 
     def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:
-        rate = at.weight_decay
-        pairs = zip(d, at.values, strict=True)
-        return [x + rate * w * (x * w > 0) for x, w in pairs] if rate else d, state
+        masks = torch._foreach_mul(d, at.values)
+        for mask in masks:
+            mask.gt_(0)
+        return torch._foreach_addcmul(d, at.values, masks, value=at.weight_decay), state
 
-    return _decaying(apply, rate, everything, "cautious_decay")
+    return _decaying(apply, rate, everything, name="cautious_decay")
 
 
-def _decaying(apply: Apply, rate: float, everything: bool, name: str) -> Transform:
+def _decaying(apply: Apply, rate: float, everything: bool, name: str, kind: str = "") -> Transform:
     check_numbers(rate=(rate, 0))
-    return transform(apply, name=name, options={"rate": rate, "everything": everything})
+    options = {"rate": rate, "everything": everything}
+    return transform(apply, name=name, kind=kind, options=options)
 
 
 def scale(factor: float) -> Transform:
-    """``factor d``; the last link of a chain, decay included: its group's ``lr_scale``.
+    """``factor d``; as the last link of a chain it is its group's ``lr_scale``.
 
     Args:
-        factor: By what the learning rate of the chain is multiplied.
+        factor: By what the direction is multiplied, with the decay before it.
     """
     check_numbers(factor=(factor, 0))
 
-    return transform(_by_the_optimizer, name="scale", options={"lr_scale": factor})
+    def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:  # noqa: ARG001
+        return torch._foreach_mul(d, factor), state
+
+    return transform(apply, name="scale", options={"lr_scale": factor})
 
 
 def stochastic_rounding(seed: int = 0) -> Transform:
-    """Parameters in bfloat16 are rounded up or down at random; the last link of a chain.
+    """``d``, and the next values of parameters in bfloat16 are rounded up or down at random.
 
     The mean is right, and the bits are the same in every layout; see ``fk.adamw``.
 
     Args:
         seed: Seed of the rounding.
+
+    References:
+        https://arxiv.org/abs/2010.06192
     """
     check_integers(seed=(seed, 0))
-    options = {"rounding_seed": seed}
-    return transform(_by_the_optimizer, name="stochastic_rounding", options=options)
 
+    def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:  # noqa: ARG001
+        return d, state
 
-def _by_the_optimizer(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:  # noqa: ARG001
-    return d, state
+    return transform(apply, name="stochastic_rounding", options={"rounding_seed": seed})
 
 
 def clip_value(most: float) -> Transform:
@@ -282,7 +289,7 @@ def clip_value(most: float) -> Transform:
     check_numbers(most=(most, 0))
 
     def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:  # noqa: ARG001
-        return [x.clamp(-most, most) for x in d], state
+        return torch._foreach_clamp_max(torch._foreach_clamp_min(d, -most), most), state
 
     return transform(apply, name="clip_value")
 
@@ -341,10 +348,30 @@ def cautious_mask() -> Transform:
     return transform(apply, name="cautious_mask")
 
 
-def middle_of(chain: Sequence[Transform]) -> slice:
-    """Where the transforms of a chain are that run on owners."""
-    wholes = [number for number, each in enumerate(chain) if each.whole]
-    return slice(wholes[0], wholes[-1] + 1) if wholes else slice(len(chain), len(chain))
+def split_chain(chain: Sequence[Transform]) -> tuple[Sequence[Transform], ...]:
+    """Split a chain in what runs on shards, then on owners, then on shards again."""
+    wholes = [number for number, each in enumerate(chain) if each.whole] or [len(chain)]
+    return chain[: wholes[0]], chain[wholes[0] : wholes[-1] + 1], chain[wholes[-1] + 1 :]
+
+
+def run(
+    link: Transform, directions: Tensors, state: State, at: At, watched: Any = None
+) -> tuple[Tensors, State]:
+    """Apply a transform; its inputs have to stay as they are, or no bad step could be undone.
+
+    Raises:
+        ValueError: If one was changed in place.
+    """
+    inputs = {"directions": directions, **state, "values": at.values, "gradients": at.gradients}
+    versions = {name: [t._version for t in tensors] for name, tensors in inputs.items()}
+    made, new = link.apply([*directions], {n: [*t] for n, t in state.items()}, watched or at)
+    for name, tensors in inputs.items():
+        if versions[name] != [t._version for t in tensors]:
+            raise ValueError(
+                f"{link.name} changes its {name} in place; a bad step could not be undone. Return "
+                "new tensors."
+            )
+    return made, new
 
 
 def check_chain(where: str, chain: Sequence[Any], like: Tensor) -> set[str]:
@@ -363,40 +390,34 @@ def check_chain(where: str, chain: Sequence[Any], like: Tensor) -> set[str]:
         ValueError: If two transforms name one state, or one returns other shapes or names, or
             changes its inputs in place.
     """
-    names: dict[str, str] = {}
+    names = {"step": "the optimizer itself"}
     for each in chain:
-        if not isinstance(each, Transform):
-            raise TypeError(
-                f"the chain of {where} has a {type(each).__name__}; it takes what "
-                "forgekit.optim.transform and functions such as forgekit.optim.momentum() return."
-            )
         for name in each.state:
-            if name in (*names, "step"):
-                first = names.get(name, "the optimizer itself")
+            if name in names:
                 raise ValueError(
-                    f"{first} and {each.name} in the chain of {where} both name their state "
+                    f"{names[name]} and {each.name} in the chain of {where} both name their state "
                     f"{name!r}; each entry of a checkpoint has one name. Rename one."
                 )
             names[name] = each.name
     generator = torch.Generator().manual_seed(0)
     draw = [torch.randn(like.shape, generator=generator).to(like) for _ in range(3)]
-    directions, reads = [draw[0]], set()
+    reads, on_owners = set[str](), split_chain(chain)[1]
     one = torch.ones((), dtype=torch.float64, device=like.device)
-    on_owners = {*chain[middle_of(chain)]}
     for is_due in (True, False):
-        at = At(one, one, [draw[1]], [draw[2]], lambda numbers: [*numbers], lambda _, d=is_due: d)
+        directions: Tensors = [draw[0]]
+        at = At(one, one, [draw[1]], [draw[2]], list, lambda _, d=is_due: d)
         for each in chain:
             watched = _Watched(at)
-            directions = _try(where, each, directions, watched)
-            reads |= {f"whole {name}" if each in on_owners else name for name in watched.read}
+            directions = _try(f"{each.name} in the chain of {where}", each, directions, watched)
+            is_whole = each in on_owners
+            reads |= {f"whole {n}" if is_whole and n != "step" else n for n in watched.read}
     return reads
 
 
-def _try(where: str, each: Transform, directions: Tensors, at: Any) -> Tensors:
-    """Apply a transform once; compare shapes, and inputs with copies of them."""
+def _try(text: str, each: Transform, directions: Tensors, watched: _Watched) -> Tensors:
+    """Apply a transform once, and compare shapes."""
     shape = directions[0].shape
     state = {n: [make(torch.zeros_like(directions[0]))] for n, make in each.state.items()}
-    text = f"{each.name} in the chain of {where}"
     for name, (entry,) in state.items():
         if not each.whole and entry.ndim and entry.shape != shape:
             raise ValueError(
@@ -404,29 +425,16 @@ def _try(where: str, each: Transform, directions: Tensors, at: Any) -> Tensors:
                 f"{tuple(shape)}; on shards it has the shape of the values, or is one number. "
                 "Pass whole=True to transform."
             )
-    inputs = {
-        "directions": directions,
-        **state,
-        "values": at.at.values,
-        "gradients": at.at.gradients,
-    }
-    copies = {name: [t.clone() for t in tensors] for name, tensors in inputs.items()}
-    made, new = each.apply([*directions], {n: [*t] for n, t in state.items()}, at)
-    for name, tensors in copies.items():
-        pairs = zip(tensors, inputs[name], strict=True)
-        if not all(torch.allclose(*pair, rtol=0, atol=0, equal_nan=True) for pair in pairs):
-            raise ValueError(
-                f"{text} changes its {name} in place; a bad step could not be undone. Return new "
-                "tensors."
-            )
-    shapes = {name: [tuple(t.shape) for t in tensors] for name, tensors in state.items()}
-    returned = {name: [tuple(t.shape) for t in tensors] for name, tensors in new.items()}
-    if [tuple(t.shape) for t in made] != [tuple(shape)] or returned != shapes:
+    made, new = run(each, directions, state, watched.at, watched)
+    before, after = (
+        {n: [tuple(t.shape) for t in each_] for n, each_ in s.items()} for s in (state, new)
+    )
+    if [t.shape for t in made] != [shape] or after != before:
         raise ValueError(
-            f"{text} got directions of {tuple(shape)} with the state {shapes}, and returned "
-            f"{[tuple(t.shape) for t in made]} with {returned}; shapes and names stay the same."
+            f"{text} got directions of {tuple(shape)} with the state {before}, and returned "
+            f"{[tuple(t.shape) for t in made]} with {after}; shapes and names stay the same."
         )
-    return [*made]
+    return made
 
 
 class _Watched:

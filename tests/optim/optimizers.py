@@ -11,7 +11,6 @@ from functools import partial
 
 import torch
 from lab import full
-from optim.rms import rms
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -92,7 +91,6 @@ BUILDERS = {
     "lion": lambda model: fk.lion(model, weight_decay=0.1),
     "schedule_free": lambda model: fk.schedule_free(model, weight_decay=0.1),
     "chain": join,
-    "rms": rms,
     **{name: compose(name) for name in CHAINS},
 }
 DTYPES = dict.fromkeys(BUILDERS, torch.float64) | {"stochastic": torch.bfloat16}

@@ -30,7 +30,7 @@ LAYOUTS = {
 CLOSE = dict.fromkeys(BUILDERS, 1e-12) | {"stochastic": 0.0}
 """Of values near 1; where the rounding is a hash, the same bits."""
 SHARDED = ("stochastic", "muon", "schedule_free", *CHAINS)
-"""Those of ours; ``rms`` is stepped as schedule-free AdamW is, Lion as what is local of a chain."""
+"""Those of ours; Lion is stepped as what is local of a chain."""
 RULE = fk.EMA(0.75)
 
 

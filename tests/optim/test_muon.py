@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import forgekit as fk
-from forgekit.optim import Muon, parameters_by_optimizer, roles_of
+from forgekit.optim import parameters_by_optimizer, roles_of
 
 SHAPES = {"tall": (12, 5), "wide": (5, 12), "square": (7, 7)}
 DENSE = {"vocab_size": 19, "dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 24}
@@ -26,6 +26,12 @@ def stepped(parameters, make, gradients):
             parameter.grad = gradient.clone()
         optimizer.step()
     return [p.detach() for p in parameters]
+
+
+def muon(rows=None, **options):
+    """Make Muon of a list of matrices."""
+    split = {"*": rows} if rows else None
+    return lambda p: fk.muon(nn.ParameterList(p), roles={"*": "matrix"}, split=split, **options)
 
 
 def reference(weight, gradients, *, lr, decay, adjust, momentum=0.95, steps=5):
@@ -52,14 +58,14 @@ def test_it_is_the_formula_and_torchs_muon(adjust):
     options = {"lr": 0.2, "weight_decay": 0.5}
     exact = stepped(
         weights,
-        lambda p: Muon(p, adjust_lr=adjust, ns_dtype=torch.float64, **options),
+        muon(adjust_lr=adjust, ns_dtype=torch.float64, **options),
         gradients,
     )
     for number, weight in enumerate(weights):
         own = [step[number] for step in gradients]
         expected = reference(weight, own, lr=0.2, decay=0.5, adjust=adjust)
         torch.testing.assert_close(exact[number], expected, rtol=0, atol=1e-12)
-    ours = stepped(weights, lambda p: Muon(p, adjust_lr=adjust, **options), gradients)
+    ours = stepped(weights, muon(adjust_lr=adjust, **options), gradients)
     torchs = stepped(
         weights, lambda p: torch.optim.Muon(p, adjust_lr_fn=adjust, **options), gradients
     )
@@ -75,14 +81,12 @@ def test_a_fused_matrix_is_its_parts_and_a_stack_its_matrices():
     parts = [draw(rows, 6, seed=rows) for rows in (4, 9, 2)]
     grads = [draw(rows, 6, seed=20 + rows) for rows in (4, 9, 2)]
     make = {"ns_dtype": torch.float64, "lr": 0.1}
-    expected = torch.cat(stepped(parts, lambda p: Muon(p, **make), [grads]))
+    expected = torch.cat(stepped(parts, muon(**make), [grads]))
 
-    def fused(p):
-        return Muon([{"params": p, "rows": (4, 9, 2)}], **make)
-
+    fused = muon(rows=(4, 9, 2), **make)
     (found,) = stepped([torch.cat(parts)], fused, [[torch.cat(grads)]])
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    whole = stepped([torch.cat(parts)], lambda p: Muon(p, **make), [[torch.cat(grads)]])[0]
+    whole = stepped([torch.cat(parts)], muon(**make), [[torch.cat(grads)]])[0]
     assert (whole - expected).abs().max() > 0.01
     stack, grad = torch.cat(parts).expand(3, -1, -1) * 2, draw(3, 15, 6, seed=5)
     (found,) = stepped([stack], fused, [[grad]])
@@ -139,7 +143,9 @@ REFUSED = {
     r"^Sequential has no table 'roles' .* Pass patterns of names: roles=\{": {},
     "^a role is 'matrices'; it is one of": {"roles": {"1.weight": "matrices"}},
     "of split matches no parameter": {"roles": {"1.weight": "matrix"}, "split": {"q": (1,)}},
-    r"^'1.bias' has the role 'matrix' and the shape \(6,\)": {"roles": {"1.bias": "matrix"}},
+    r"^'1.bias' has the shape \(6,\), and orthogonal in the chain of 'matrix' takes": {
+        "roles": {"1.bias": "matrix"}
+    },
 }
 
 

@@ -8,12 +8,11 @@ import pytest
 import torch
 from lion_pytorch import Lion as TheirLion
 from optim.optimizers import assert_close, parameters_of, rows, small_model, square_loss
-from optim.rms import rms
 from schedulefree import AdamWScheduleFree
 from torch import nn
 
 import forgekit as fk
-from forgekit.optim import Lion, ScheduleFree
+from forgekit.optim import ScheduleFree
 
 
 def train(model, optimizer, steps, start=0):
@@ -45,17 +44,28 @@ def stochastic(model):
     return optimizer
 
 
-def torchs_rms(model):
-    return torch.optim.RMSprop(model.parameters(), alpha=0.9, eps=1e-3)
+def rms(directions, state, at):
+    """A transform as a user adds one: root mean squares."""
+    squares = [
+        0.9 * s + 0.1 * d.square() for s, d in zip(state["squares"], directions, strict=True)
+    ]
+    pairs = zip(directions, squares, strict=True)
+    return [d / (s.sqrt() + 1e-3) for d, s in pairs], {"squares": squares}
+
+
+RMS = fk.optim.transform(rms, state={"squares": torch.zeros_like})
 
 
 PAIRS = {
     "lion": (
-        lambda m: Lion(groups_of(m), betas=(0.8, 0.95)),
+        lambda m: fk.lion(m, betas=(0.8, 0.95), weight_decay=0.3),
         lambda m: TheirLion(groups_of(m), betas=(0.8, 0.95)),
     ),
     "adamw before it rounds": (stochastic, lambda m: fk.adamw(m, weight_decay=0.3)),
-    "one file of a user's own": (lambda m: rms(m, weight_decay=0.0), torchs_rms),
+    "one of a user's own": (
+        lambda m: fk.optimizer(m, {"*": RMS}),
+        lambda m: torch.optim.RMSprop(m.parameters(), alpha=0.9, eps=1e-3),
+    ),
 }
 
 
@@ -121,7 +131,7 @@ def test_a_schedule_free_run_is_evaluated_at_its_average_and_goes_on_bitwise():
     for evaluates in (True, False):
         model = small_model()
         matrices, biases = (group["params"] for group in groups_of(model))
-        optimizer = fk.chain_optimizers(ScheduleFree(matrices), Lion(biases))
+        optimizer = fk.chain_optimizers(ScheduleFree(matrices), torch.optim.SGD(biases))
         state = fk.TrainState.create(model, optimizer)
         step = fk.make_step(square_loss, schedule=fk.constant(0.02))
         for number in range(3):

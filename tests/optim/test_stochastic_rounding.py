@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import forgekit as fk
-from forgekit.optim.adamw import key_of, round_stochastically
+from forgekit.optim.rounding import key_of, round_stochastically
 
 INFO = torch.finfo(torch.bfloat16)
 
