@@ -21,9 +21,7 @@ ROLES = ("matrix", "embedding", "head", "router", "norm", "adapter", "other")
 """What a table may say; a parameter that it does not name is "other"."""
 
 
-def decay_groups(
-    model: nn.Module, weight_decay: float, *, without: Iterable[nn.Parameter] = ()
-) -> list[dict[str, Any]]:
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Split the trainable parameters into matrices that decay and the rest, which does not.
 
     Embeddings, norms and biases do not decay: pulling a rare token's embedding or a norm's scale
@@ -32,7 +30,6 @@ def decay_groups(
     Args:
         model: The model, after ``parallelize`` where there is more than one rank.
         weight_decay: Decay of the matrices, per unit of learning rate.
-        without: Parameters that another optimizer takes.
 
     Returns:
         Parameter groups for any ``torch.optim.Optimizer``; groups without parameters are left out.
@@ -50,14 +47,13 @@ def decay_groups(
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("the model has no trainable parameter; set requires_grad on some.")
-    excluded = set(without)
-    decayed = [p for p in trainable if p.ndim >= 2 and p not in embedded | excluded]
-    kept = [p for p in trainable if (p.ndim < 2 or p in embedded) and p not in excluded]
+    decayed = [p for p in trainable if p.ndim >= 2 and p not in embedded]
+    kept = [p for p in trainable if p.ndim < 2 or p in embedded]
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": kept, "weight_decay": 0.0},
     ]
-    return [group for group in groups if group["params"]] or groups[:1]
+    return [group for group in groups if group["params"]]
 
 
 def parameters_by_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, list[str]]:

@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
 
 from forgekit.checks import quoted
 from forgekit.optim.chain import chain_optimizers
 from forgekit.optim.groups import ROLES, check_patterns, decay_groups, roles_of
+from forgekit.optim.owners import bundles
 from forgekit.optim.rounding import key_of
-from forgekit.optim.step_chain import Chain, owned_matrices, step_chain
-from forgekit.optim.transforms import Transform, check_chain
-from forgekit.tensors import local, wide
+from forgekit.optim.step_chain import Chain, step_chain
+from forgekit.optim.transforms import Transform, check_chain, split_chain
 
-SMALL = 8
-"""Values along the smallest dimension of the tensor on which a chain is tried."""
+Names = dict[Tensor, str]
+
+NOTHING = torch.empty(6, 4, device="meta")
+"""What a chain without parameters is tried on: a stage of a pipeline may have none for it."""
 
 
 def optimizer(
@@ -52,7 +52,6 @@ def optimizer(
         a chain of optimizers. Each has the name of its chain in ``parameters_by_optimizer``.
 
     Raises:
-        TypeError: If a chain holds what is no transform.
         ValueError: If a chain fits no parameter, or a parameter no chain; if a role is unknown; if
             a transform that needs whole matrices gets a vector; if two in a chain name one state;
             if a transform returns another shape, or changes its inputs in place.
@@ -67,7 +66,7 @@ def optimizer(
         {'momentum + orthogonal + decay': ['1.weight'], 'AdamW': ['0.weight', '1.bias']}
     """
     decays = {p for g in decay_groups(model, 1.0) if g["weight_decay"] for p in g["params"]}
-    by_key = {key: _links(key, chain) for key, chain in chains.items()}
+    by_key = {key: [c] if isinstance(c, Transform) else [*c] for key, c in chains.items()}
     taken = _assign(model, by_key, roles)
     check_patterns("split", model, split or ())
     members: list[Optimizer] = []
@@ -76,8 +75,14 @@ def optimizer(
         seeds = [each.options["rounding_seed"] for each in links if "rounding_seed" in each.options]
         chain = [each for each in links if "rounding_seed" not in each.options]
         scales = chain.pop().options if chain and "lr_scale" in chain[-1].options else {}
-        names: dict[Tensor, str] = {model.get_parameter(name): name for name in taken[key]}
-        reads = _check(key, chain, names)
+        names: Names = {model.get_parameter(name): name for name in taken[key]}
+        for parameter, name in names.items():
+            if (wholes := split_chain(chain)[1]) and parameter.ndim not in (2, 3):
+                raise ValueError(
+                    f"{name!r} has the shape {tuple(parameter.shape)}, and {wholes[0].name} in the "
+                    f"chain of {key!r} takes matrices [o i] and stacks [e o i]. Give it another."
+                )
+        reads = check_chain(key, chain, next(iter(names), NOTHING))
         groups = [{**group, **scales} for group in _groups(key, chain, names, decays, split or {})]
         for group, seed in itertools.product(groups, seeds):
             group["keys"] = [key_of(seed, names[p]) for p in group["params"]]
@@ -114,22 +119,18 @@ class Composed(Optimizer):
 
     def owned(self) -> dict[Tensor, list[int]]:
         """Which matrices of each parameter's stack this rank holds the state of."""
-        return owned_matrices(self, self.chain)
+        owned: dict[Tensor, list[int]] = {}
+        for group in self.param_groups if split_chain(self.chain)[1] else ():
+            parts = len(group["rows"] or [1])
+            for bundle in bundles(group["params"]):
+                owned |= {p: [] for p in bundle.parameters}
+                for parameter, number in bundle.owned:
+                    owned[parameter] += range(number * parts, (number + 1) * parts)
+        return owned
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("chain", "_reads", "label", "usual_lr")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
-
-
-def _links(key: str, chain: Chain | Transform) -> Chain:
-    links = (chain,) if isinstance(chain, Transform) else tuple(chain)
-    for each in links:
-        if not isinstance(each, Transform):
-            raise TypeError(
-                f"the chain of {key!r} has a {type(each).__name__}; it takes what "
-                "forgekit.optim.transform and functions such as forgekit.optim.momentum() return."
-            )
-    return links
 
 
 def _assign(
@@ -161,11 +162,7 @@ def _assign(
 
 
 def _groups(
-    key: str,
-    chain: Chain,
-    names: Mapping[Tensor, str],
-    decays: Collection[Tensor],
-    split: Mapping[str, Sequence[int]],
+    key: str, chain: Chain, names: Names, decays: set[Tensor], split: Mapping[str, Sequence[int]]
 ) -> list[dict[str, Any]]:
     """Group parameters by their decay, those that decay first, and by the rows of their parts."""
     groups: dict[tuple[float, tuple[int, ...] | None], list[Tensor]] = {}
@@ -182,24 +179,3 @@ def _groups(
     return [
         {"params": groups[rate, rows], "weight_decay": rate, "rows": rows} for rate, rows in kinds
     ]
-
-
-def _check(key: str, chain: Chain, names: Mapping[Tensor, str]) -> set[str]:
-    """Refuse vectors of whole transforms, and try the chain; see ``check_chain``."""
-    wholes = [each.name for each in chain if each.whole]
-    for parameter, name in names.items():
-        if wholes and parameter.ndim not in (2, 3):
-            raise ValueError(
-                f"{name!r} has the shape {tuple(parameter.shape)}, and {wholes[0]} in the chain of "
-                f"{key!r} takes matrices [o i] and stacks of them [e o i]. Give it another chain."
-            )
-    like = next(iter(names), torch.empty(6, 4, device="meta"))  # a stage may have none
-    shape = like.shape[-2:] if wholes else like.shape
-    # Small, but different sizes stay different, so that a transposed matrix shows.
-    sizes = {size: min(size, SMALL + n) for n, size in enumerate(sorted({*shape}))}
-    is_real = not isinstance(local(like), FakeTensor) and not like.is_meta
-    # Apart from dry runs, whose tensors have no values.
-    with torch.no_grad(), _disable_current_modes():
-        device = like.device if is_real else "cpu"
-        small = torch.empty([sizes[n] for n in shape], dtype=wide(like.dtype), device=device)
-        return check_chain(repr(key), chain, small)

@@ -16,7 +16,15 @@ from torch.optim import Optimizer
 
 from forgekit.optim.groups import decay_groups
 from forgekit.optim.step_chain import keep_or_write, step_chain
-from forgekit.optim.transforms import At, State, Tensors, Transform, check_decay_rates, transform
+from forgekit.optim.transforms import (
+    At,
+    State,
+    Tensors,
+    Transform,
+    check_decay_rates,
+    number,
+    transform,
+)
 from forgekit.tensors import local
 
 Point = Literal["train", "evaluate"]
@@ -100,7 +108,7 @@ class ScheduleFree(Optimizer):
         """Where the parameters are: ``"train"`` or ``"evaluate"``; a checkpoint keeps it."""
         # After a resume the entries say where the parameters are; before a first step the group.
         parameters = (p for group in self.param_groups for p in group["params"])
-        points = (self.state[p]["point"] for p in parameters if self.state.get(p))
+        points = (self.state[p].get("point", "train") for p in parameters if self.state.get(p))
         return next(points, self.param_groups[0]["point"])
 
     def train(self) -> None:
@@ -122,8 +130,7 @@ class ScheduleFree(Optimizer):
         if self.point == "evaluate":
             return {}
         betas = {p: group["betas"][0] for group in self.param_groups for p in group["params"]}
-        stepped = {p: beta for p, beta in betas.items() if self.state.get(p)}
-        return {p: self._moved(p, 1 - 1 / beta) for p, beta in stepped.items()}
+        return {p: self._moved(p, 1 - 1 / b) for p, b in betas.items() if self.state.get(p)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -144,17 +151,13 @@ class ScheduleFree(Optimizer):
                 "nothing to it. Call optimizer.train() before the forward pass; for an evaluation "
                 "use `with forgekit.averaged(state):`, which goes back by itself."
             )
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            if parameter.grad is not None:
-                self.state[parameter].setdefault("point", "train")
-        chain_of = lambda group: (_interpolation(group),)  # noqa: E731
-        return step_chain(self, chain_of, closure, reads={"step"}, moves=False)
+        return step_chain(self, _interpolation, closure, reads={"step"}, moves=False)
 
     def _move(self, point: Point, weight: Callable[[float], float]) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 entries = self.state.get(parameter)
-                if entries and entries["point"] != point:
+                if entries and entries.get("point", "train") != point:
                     moved = self._moved(parameter, weight(group["betas"][0]))
                     keep_or_write(None, local(parameter.detach()), moved)
                     entries["point"] = point
@@ -165,12 +168,12 @@ class ScheduleFree(Optimizer):
         return torch.lerp(local(parameter.detach()).to(z.dtype), z, weight)
 
 
-def _interpolation(group: dict[str, Any]) -> Transform:
-    """The next training point; parameters come one at a time, as each has its own count."""
+def _interpolation(group: dict[str, Any]) -> list[Transform]:
+    """The next training point, and what it is computed from."""
     (beta1, beta2), lr, power = group["betas"], group["lr"], group["weight_lr_power"]
 
-    def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:
-        (g,), (y,), (z, squares, total, largest) = d, at.values, [t[0] for t in state.values()]
+    def one(at: At, g: Tensor, y: Tensor, z: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        squares, total, largest = state
         largest = largest.clamp(min=lr)
         weight = at.step ** group["r"] * largest**power
         total = total + weight
@@ -179,10 +182,13 @@ def _interpolation(group: dict[str, Any]) -> Transform:
         update = g / (squares / (1 - beta2**at.step)).sqrt_().add_(group["eps"])
         update = update.add_(y, alpha=at.weight_decay)
         moved = y + share * (z - y) + lr * (beta1 * (1 - share) - 1) * update
-        new = (z - lr * update, squares, total, largest)
-        return [moved], {name: [entry] for name, entry in zip(state, new, strict=True)}
+        return moved, z - lr * update, squares, total, largest
+
+    def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:
+        each = zip(d, at.values, *state.values(), strict=True)
+        moved, *new = zip(*(one(at, *its) for its in each), strict=True)
+        return moved, dict(zip(state, new, strict=True))
 
     # The sum of the weights in the average, and the largest rate, are numbers.
-    number = lambda w: w.new_zeros((), dtype=torch.float64)  # noqa: E731
-    state = {"z": lambda w: w, "exp_avg_sq": torch.zeros_like}
-    return transform(apply, state | {"weight_sum": number, "lr_max": number}, name="interpolation")
+    state = {"z": lambda w: w, "exp_avg_sq": torch.zeros_like, "weight_sum": number}
+    return [transform(apply, state | {"lr_max": number}, name="interpolation")]

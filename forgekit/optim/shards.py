@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from forgekit.tensors import local
+from forgekit.tensors import box_of, local
 
 
 @attrs.frozen
@@ -50,7 +50,9 @@ def splits_of(tensor: Tensor) -> list[Split]:
         return []
     mesh, splits = tensor.device_mesh, []
     shape = list(tensor.shape)
-    for mesh_dim in sorted(range(mesh.ndim), key=lambda i: _is_late(tensor.placements[i])):
+    # FSDP splits what tensor parallelism has split before, although its dimension stands first.
+    late = [isinstance(placement, _StridedShard) for placement in tensor.placements]
+    for mesh_dim in sorted(range(mesh.ndim), key=late.__getitem__):
         ranks, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
         if ranks == 1:
             continue
@@ -74,17 +76,8 @@ def global_indices(tensor: Tensor) -> list[Tensor]:
     Returns:
         For each dimension the indices of the local part, int64 on its device.
     """
-    device = local(tensor).device
-    indices = [torch.arange(size, device=device) for size in tensor.shape]
-    for split in splits_of(tensor):
-        if split.dim is not None:
-            indices[split.dim] = indices[split.dim].split(split.sizes)[split.rank]
-    return indices
-
-
-def _is_late(placement: Placement) -> bool:
-    # FSDP splits what tensor parallelism has split before, although its dimension stands first.
-    return isinstance(placement, _StridedShard)
+    device, (starts, sizes) = local(tensor).device, box_of(tensor)
+    return [torch.arange(a, a + n, device=device) for a, n in zip(starts, sizes, strict=True)]
 
 
 def _chunk_sizes(length: int, ranks: int) -> list[int]:

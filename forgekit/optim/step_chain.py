@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from forgekit.optim.owners import Bundle, bundles, from_owners, to_owners, total_over_shards
 from forgekit.optim.rounding import round_values
-from forgekit.optim.transforms import At, Tensors, Transform, run, split_chain
+from forgekit.optim.transforms import At, Tensors, Transform, number, run, split_chain
 from forgekit.tensors import local, wide
 
 AT_ONCE = {"cpu": 2**15}
@@ -94,11 +94,11 @@ class _Step:
             yield from (([p for b in part for p in b.parameters], part) for part in parts)
         elif "total" in self.reads:
             yield parameters, []
-        else:  # only what has a gradient, and each with its own count where that is read
+        else:
             some, room = [], 0
             for parameter in (p for p in parameters if p.grad is not None):
                 shard = local(parameter)
-                if "step" in self.reads or shard.numel() > room:
+                if shard.numel() > room:
                     yield some, []
                     some, room = [], AT_ONCE.get(shard.device.type, 2**24)
                 some.append(parameter)
@@ -140,18 +140,19 @@ class _Step:
 
     def _at(self, parameters: list[Tensor], shards: Tensors, holders: Sequence[Holder]) -> At:
         gradients = [scaled_gradient(self.optimizer, parameter) for parameter in parameters]
-        device, number = shards[0].device, self.group.get("state_step", 0) + 1
+        device, step = shards[0].device, self.group.get("state_step", 0) + 1
         counts = []
         if "step" in self.reads:
-            counts = [self._entry(*p, "step", _zero) for p in zip(holders, shards, strict=True)]
+            counts = [self._entry(*p, "step", number) for p in zip(holders, shards, strict=True)]
             self.writes += [(count, count + 1) for count in counts]
         return At(
-            step=counts[0] + 1 if counts else UNREAD,
+            # One that had no gradient in some step has a smaller count.
+            step=torch.stack(counts).amax() + 1 if counts else UNREAD,
             lr=torch.full((), float(self.group["lr"]), dtype=torch.float64, device=device),
             values=[v.to(g.dtype) for v, g in zip(shards, gradients, strict=True)],
             gradients=gradients,
             total=partial(total_over_shards, parameters),
-            every=lambda steps: number % steps == 0,
+            every=lambda steps: step % steps == 0,
             weight_decay=self.group["weight_decay"],
         )
 
@@ -219,18 +220,6 @@ class _Step:
         return shared.view(len(directions), *directions[0].shape).to(home, back).unbind()
 
 
-def owned_matrices(optimizer: Optimizer, chain: Chain) -> dict[Tensor, list[int]]:
-    """List which matrices of each parameter's stack this rank owns, where a chain has owners."""
-    owned: dict[Tensor, list[int]] = {}
-    for group in optimizer.param_groups if split_chain(chain)[1] else ():
-        parts = len(group["rows"] or [1])
-        for bundle in bundles(group["params"]):
-            owned |= {p: [] for p in bundle.parameters}
-            for parameter, number in bundle.owned:
-                owned[parameter] += range(number * parts, (number + 1) * parts)
-    return owned
-
-
 def scaled_gradient(optimizer: Optimizer, parameter: Tensor) -> Tensor:
     """Return this rank's part of a gradient in float32 or wider, divided by ``grad_scale``.
 
@@ -259,7 +248,3 @@ def keep_or_write(skip: Tensor | None, old: Tensor, new: Tensor) -> None:
         old.copy_(new)
     else:
         torch.where(skip.to(old.device), old, new.to(old.dtype), out=old)
-
-
-def _zero(like: Tensor) -> Tensor:
-    return torch.zeros((), dtype=torch.float64, device=like.device)

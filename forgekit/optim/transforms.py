@@ -11,14 +11,22 @@ each parameter. The first one of a chain gets the gradients; the parameters then
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import attrs
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from forgekit.checks import check_integers, check_numbers
+from forgekit.tensors import local, wide
+
+SMALL = 8
+"""Values along the smallest dimension of the tensor on which a chain is tried."""
+
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
 State = Mapping[str, Tensors]
@@ -28,7 +36,7 @@ class At(NamedTuple):
     """What a transform may read beside directions and state.
 
     Attributes:
-        step: ``[]`` float64: the number of this good step, from 1.
+        step: ``[]`` float64: the number of this good step, from 1; the largest of the parameters'.
         lr: ``[]`` float64: its learning rate.
         values: The parameters, in float32 or wider.
         gradients: Their gradients, before the chain.
@@ -119,6 +127,11 @@ def check_decay_rates(*rates: float) -> None:
     """
     if not all(0 <= rate < 1 for rate in rates):
         raise ValueError(f"decay rates are {rates}; each must be at least 0 and below 1.")
+
+
+def number(like: Tensor) -> Tensor:
+    """A state that is one number, 0, in float64."""
+    return like.new_zeros((), dtype=torch.float64)
 
 
 def lerp(means: Tensors, values: Tensors, share: Tensor | float) -> Tensors:
@@ -374,19 +387,18 @@ def run(
     return made, new
 
 
-def check_chain(where: str, chain: Sequence[Any], like: Tensor) -> set[str]:
+def check_chain(key: str, chain: Sequence[Transform], like: Tensor) -> set[str]:
     """Try each transform of a chain on a small tensor, and refuse what breaks the rules.
 
     Args:
-        where: What the chain is for, for messages.
+        key: What the chain is for, for messages.
         chain: The transforms.
-        like: A tensor of its shape, dtype and device.
+        like: A parameter that it takes.
 
     Returns:
         What of ``at`` the transforms read; on owners it is named ``"whole values"`` and so on.
 
     Raises:
-        TypeError: If something is no transform.
         ValueError: If two transforms name one state, or one returns other shapes or names, or
             changes its inputs in place.
     """
@@ -395,22 +407,28 @@ def check_chain(where: str, chain: Sequence[Any], like: Tensor) -> set[str]:
         for name in each.state:
             if name in names:
                 raise ValueError(
-                    f"{names[name]} and {each.name} in the chain of {where} both name their state "
+                    f"{names[name]} and {each.name} in the chain of {key!r} both name their state "
                     f"{name!r}; each entry of a checkpoint has one name. Rename one."
                 )
             names[name] = each.name
-    generator = torch.Generator().manual_seed(0)
-    draw = [torch.randn(like.shape, generator=generator).to(like) for _ in range(3)]
     reads, on_owners = set[str](), split_chain(chain)[1]
-    one = torch.ones((), dtype=torch.float64, device=like.device)
-    for is_due in (True, False):
-        directions: Tensors = [draw[0]]
-        at = At(one, one, [draw[1]], [draw[2]], list, lambda _, d=is_due: d)
-        for each in chain:
-            watched = _Watched(at)
-            directions = _try(f"{each.name} in the chain of {where}", each, directions, watched)
-            is_whole = each in on_owners
-            reads |= {f"whole {n}" if is_whole and n != "step" else n for n in watched.read}
+    shape = like.shape[-2:] if on_owners else like.shape
+    # Small, but different sizes stay different, so that a transposed matrix shows.
+    sizes = {size: min(size, SMALL + number) for number, size in enumerate(sorted({*shape}))}
+    has_values = not isinstance(local(like), FakeTensor) and not like.is_meta
+    options = {"device": like.device if has_values else "cpu", "dtype": wide(like.dtype)}
+    with torch.no_grad(), _disable_current_modes():  # those of a dry run compute no values
+        one = torch.ones((), dtype=torch.float64, device=options["device"])
+        first = torch.linspace(-1, 2, math.prod(sizes[n] for n in shape), **options)
+        first = first.view([sizes[n] for n in shape])
+        for is_due in (True, False):
+            directions: Tensors = [first]
+            at = At(one, one, [first.cos()], [first.sin()], list, lambda _, d=is_due: d)
+            for each in chain:
+                watched = _Watched(at)
+                directions = _try(f"{each.name} in the chain of {key!r}", each, directions, watched)
+                is_whole = each in on_owners
+                reads |= {f"whole {n}" if is_whole and n != "step" else n for n in watched.read}
     return reads
 
 

@@ -7,7 +7,6 @@ differ in nothing but how tensors are sharded.
 from __future__ import annotations
 
 import zlib
-from functools import partial
 
 import torch
 from lab import full
@@ -103,11 +102,6 @@ def build(dtype=torch.float64, *, moe=False, mesh=None, layers=1):
     return model if mesh is None else fk.parallelize(model, mesh)
 
 
-def gradient(name, shape, step, dtype):
-    seed = zlib.crc32(f"{name}/{step}".encode())
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double().to(dtype)
-
-
 def step_with(model, optimizer, step, *, bad=False, lr=0.01):
     """One step with the gradients of a number; a bad one has NaN and is skipped on the device."""
     for group in optimizer.param_groups:
@@ -115,8 +109,8 @@ def step_with(model, optimizer, step, *, bad=False, lr=0.01):
         if "state_step" in group:
             group["state_step"] = step
     for name, parameter in model.named_parameters():
-        whole = gradient(name, parameter.shape, step, parameter.dtype)
-        whole = whole.fill_(torch.nan) if bad else whole
+        whole = draw(*parameter.shape, seed=zlib.crc32(f"{name}/{step}".encode()))
+        whole = (whole * (torch.nan if bad else 1.0)).to(parameter.dtype)
         parameter.grad = whole
         if isinstance(parameter, DTensor):
             where = parameter.device_mesh, parameter.placements
@@ -149,6 +143,11 @@ def assert_close(found, expected, bound=0.0):
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
+def draw(*shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
 def small_model(dtype=torch.float64):
     """Two matrices and two biases, which ``square_loss`` trains on ``rows``."""
     torch.manual_seed(3)
@@ -162,5 +161,7 @@ def square_loss(model, batch):
 
 def rows(index, scale=1.0, dtype=torch.float64):
     """The micro-batch of a number; each is another."""
-    draw = partial(torch.randn, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
-    return TensorDict({"x": draw(4, 5), "y": scale * draw(4, 3)}, [4]).to(dtype)
+    values = draw(32, seed=index)
+    return TensorDict({"x": values[:20].view(4, 5), "y": scale * values[20:].view(4, 3)}, [4]).to(
+        dtype
+    )

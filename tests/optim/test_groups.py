@@ -49,25 +49,36 @@ def test_a_foreign_model_is_split_by_the_same_rule():
     }
 
 
-def test_a_negative_decay_is_refused():
-    with pytest.raises(ValueError, match=r"weight_decay is -0\.1; it must be finite and not neg"):
-        fk.optim.decay_groups(nn.Linear(2, 2), -0.1)
+REFUSED = {
+    r"^weight_decay is -0\.1; it must be finite and not neg": lambda m: fk.adamw(
+        m, weight_decay=-0.1
+    ),
+    r"no trainable parameter; set requires_grad on some": lambda m: fk.adamw(
+        m.requires_grad_(False)
+    ),
+    r"^decay rates are \(0.9, 1.0\); each must be at least 0 and below": lambda m: fk.lion(
+        m, betas=(0.9, 1.0)
+    ),
+    r"^decay rates are \(-0.1, 0.9\)": lambda m: fk.schedule_free(m, betas=(-0.1, 0.9)),
+    r"^decay rates are \(0.9, 1.5\)": lambda m: fk.adamw(
+        m.bfloat16(), betas=(0.9, 1.5), stochastic_rounding=True
+    ),
+    r"^decay rates are \(1.0, 0.85\)": lambda m: fk.muon(m, momentum=1.0),
+    r"^betas\[0\] is 0; it must be above 0, or no average": lambda m: fk.schedule_free(
+        m, betas=(0.0, 0.9)
+    ),
+    r"^stochastic_rounding=True, and the trainable parameters are float32": lambda m: fk.adamw(
+        m, stochastic_rounding=True
+    ),
+    r"^Linear has no table 'roles' .* Pass patterns of names: roles=\{": fk.muon,
+    "^a role is 'matrices'; it is one of": lambda m: fk.muon(m, roles={"weight": "matrices"}),
+    "of split matches no parameter": lambda m: fk.muon(
+        m, roles={"weight": "matrix"}, split={"q": (1,)}
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda model: fk.lion(model, betas=(0.9, 1.0)),
-        lambda model: fk.schedule_free(model, betas=(-0.1, 0.9)),
-        lambda model: fk.adamw(model.bfloat16(), betas=(0.9, 1.5), stochastic_rounding=True),
-        lambda model: fk.muon(model, momentum=1.0, roles={"weight": "matrix"}),
-    ],
-)
-def test_a_decay_rate_that_would_silently_train_otherwise_is_refused(make):
-    with pytest.raises(ValueError, match=r"^decay rates are .*; each must be at least 0 and below"):
-        make(nn.Linear(2, 2))
-
-
-def test_nothing_to_train_is_an_error():
-    with pytest.raises(ValueError, match="no trainable parameter; set requires_grad on some"):
-        fk.adamw(nn.Linear(2, 2).requires_grad_(False))
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_would_train_otherwise_or_nothing_is_refused(message):
+    with pytest.raises(ValueError, match=message):
+        REFUSED[message](nn.Linear(2, 2))

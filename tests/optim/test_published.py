@@ -146,11 +146,6 @@ def test_a_schedule_free_run_is_evaluated_at_its_average_and_goes_on_bitwise():
     assert not torch.equal(average[0], weights[0][0])
 
 
-def test_no_average_can_be_computed_without_a_first_beta():
-    with pytest.raises(ValueError, match=r"^betas\[0\] is 0; it must be above 0, or no average"):
-        fk.schedule_free(small_model(), betas=(0.0, 0.9))
-
-
 def test_an_optimizer_made_from_one_of_torchao_is_refused():
     """By the module that the class is from: torchao itself takes seconds to import."""
     theirs = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "torchao.optim.adam"})
