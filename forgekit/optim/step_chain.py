@@ -121,11 +121,12 @@ class _Step:
         decays = bool(self.after) and self.after[-1].kind == "decay"
         after = self.after[:-1] if decays else self.after
         moved, lr = self._run(after, holders, directions, at.values, at), float(self.group["lr"])
-        if self.moves:
-            values = at.values
-            if decays:
-                values = torch._foreach_mul(values, 1 - lr * at.weight_decay)
-            moved = torch._foreach_add(values, moved, alpha=-lr)
+        if self.moves and decays:
+            values = torch._foreach_mul(at.values, 1 - lr * at.weight_decay)
+            torch._foreach_add_(values, moved, alpha=-lr)
+            moved = values
+        elif self.moves:
+            moved = torch._foreach_add(at.values, moved, alpha=-lr)
         pairs = zip(parameters, moved, strict=True)
         moved = [round_values(self.group, p, values, at.step) for p, values in pairs]
         # State first: it may become the values, or what another entry was.

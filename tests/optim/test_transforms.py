@@ -400,45 +400,35 @@ def link(apply, *names, make=torch.zeros_like, **options):
     return parts.transform(apply, state=dict.fromkeys(names, make), **options)
 
 
-MATRIX, REST = {"0.weight": (parts.momentum(),)}, {"*": parts.adam()}
+ADAM, REST = parts.adam(), {"*": parts.adam()}
 REFUSED = {
-    r"^the chain of 'router' takes no parameter of Sequential: it is neither a role \(": {
-        "router": parts.adam(),
-        **REST,
-    },
-    "^the chain of 'matrices' takes no parameter .* nor a pattern of a name that is left": {
-        "matrices": parts.adam(),
-        **REST,
-    },
+    r"^the chain of 'router' takes no parameter of Sequential: it is neither a role \(.* nor a "
+    "pattern of a name that is left": {"router": ADAM, **REST},
     "^no chain takes '1.bias' of the role 'other', so it would never be trained; there": {
-        "matrix": parts.adam(),
-        "embedding": parts.adam(),
+        "matrix": ADAM,
+        "embedding": ADAM,
     },
     r"^'1.bias' has the shape \(6,\), and orthogonal in the chain of '1.\*' takes matrices": {
         "1.*": (parts.momentum(), parts.orthogonal()),
         **REST,
     },
     "^adam and lion_sign in the chain of .* both name their state 'exp_avg'; each": {
-        "*": (parts.adam(), parts.lion_sign())
+        "*": (ADAM, parts.lion_sign())
     },
-    "^the optimizer itself and in_place in the chain of .* both name their state 'step'": {
-        "*": (link(in_place, "step"),)
+    "^the optimizer itself and in_place in .* name their state 'step'": {
+        "*": link(in_place, "step")
     },
     r"^transposed in the chain of .* got directions of \(8, 4\) .* returned \[\(4, 8\)\]": {
         "*": link(transposed)
     },
-    r"^forgotten in the chain of .* and returned .* with \{\}; shapes and names stay": {
-        "*": link(forgotten, "kept")
-    },
-    "^in_place changes its directions in place; a bad step could not be undone. Return": {
-        "*": link(in_place)
-    },
+    r"^forgotten in .* and returned .* with \{\}; shapes and names": {"*": link(forgotten, "kept")},
+    "^in_place changes its directions in place; a bad step could not be": {"*": link(in_place)},
     "^state_in_place changes its kept in place; a bad": {"*": link(state_in_place, "kept")},
     r"^in_place in .* makes its state 'rows' of shape \(8, 1\) .* Pass whole=True": {
         "*": link(in_place, "rows", make=lambda w: w[:, :1])
     },
     "^the chain of '.' decays twice; leave one": {
-        "*": (parts.adam(), parts.decay(), parts.cautious_decay())
+        "*": (ADAM, parts.decay(), parts.cautious_decay())
     },
 }
 
@@ -449,6 +439,18 @@ def test_chains_that_cannot_be_are_refused_before_a_step(message):
     roles = {"0.weight": "embedding", "1.weight": "matrix"}
     with pytest.raises(ValueError, match=message):
         fk.optimizer(model, REFUSED[message], roles=roles)
+
+
+def test_what_changes_large_inputs_in_place_is_refused_in_its_first_step():
+    def late(directions, state, at):
+        return [d.mul_(2) if d.numel() > 100 else d for d in directions], state
+
+    model = nn.Linear(32, 32, bias=False)
+    optimizer = fk.optimizer(model, {"*": parts.transform(late)})
+    before, model.weight.grad = model.weight.detach().clone(), torch.ones(32, 32)
+    with pytest.raises(ValueError, match=r"^late changes its directions in place; a bad"):
+        optimizer.step()
+    assert torch.equal(model.weight, before)
 
 
 def test_a_checkpoint_of_another_chain_is_refused(tmp_path):
