@@ -180,13 +180,10 @@ def soap(
         return x.unbind(), {name: entry.unbind() for name, entry in new.items()}
 
     state = {"left": lambda w: w @ w.mT, "right": lambda w: w.mT @ w}  # zeros
-    state |= {"left_basis": lambda w: _eye(w, -2), "right_basis": lambda w: _eye(w, -1)}
+    state |= {"left_basis": lambda w: torch.eye(w.shape[0]).to(w)}
+    state |= {"right_basis": lambda w: torch.eye(w.shape[1]).to(w)}
     state |= {"exp_avg": torch.zeros_like, "exp_avg_sq": torch.zeros_like}
     return transform(apply, state, whole=True, name="soap")
-
-
-def _eye(matrix: Tensor, dim: int) -> Tensor:
-    return torch.eye(matrix.shape[dim], dtype=matrix.dtype, device=matrix.device)
 
 
 def adafactor(power: float = 0.8, *, eps: float = 1e-30, most: float = 1.0) -> Transform:
