@@ -87,8 +87,8 @@ class Chained(Optimizer):
         """
         if self.members:
             raise TypeError(
-                "a chain of optimizers got another parameter group, and nothing says which member "
-                "is to step it. Add it to an optimizer before chain_optimizers joins them."
+                "no member of the chain would step this parameter group. Add it to an optimizer "
+                "before chain_optimizers joins them."
             )
         super().add_param_group(param_group)
 

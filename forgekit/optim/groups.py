@@ -112,8 +112,8 @@ def roles_of(model: nn.Module, table: Mapping[str, str] | None = None) -> dict[s
     if not tables:
         names = [name for name, _ in model.named_parameters()]
         raise ValueError(
-            f"{type(model).__name__} has no table 'roles' that says which parameters are matrices, "
-            "and embeddings, heads and routers have as many dimensions. Pass patterns of names: "
+            f"{type(model).__name__} has no attribute 'roles' that says which parameters are "
+            "matrices; their shapes do not. Pass patterns of names: "
             f'roles={{"layers.*.weight": "matrix"}}; it has {names[:3]} and others.'
         )
     for role in (role for patterns in tables.values() for role in patterns.values()):

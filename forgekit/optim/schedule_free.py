@@ -147,9 +147,9 @@ class ScheduleFree(Optimizer):
         """
         if (point := self.point) != "train":
             raise RuntimeError(
-                f"ScheduleFree is asked for a step at the point {point!r}, where gradients mean "
-                "nothing to it. Call optimizer.train() before the forward pass; for an evaluation "
-                "use `with forgekit.averaged(state):`, which goes back by itself."
+                f"ScheduleFree's parameters are at the point {point!r}, where gradients are of no "
+                "use to it. Call optimizer.train() before the forward pass; to evaluate, use "
+                "`with forgekit.averaged(state):`, which restores the training point."
             )
         return step_chain(self, _interpolation, closure, reads={"step"}, moves=False)
 

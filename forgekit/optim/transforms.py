@@ -381,8 +381,8 @@ def run(
     for name, tensors in inputs.items():
         if versions[name] != [t._version for t in tensors]:
             raise ValueError(
-                f"{link.name} changes its {name} in place; a bad step could not be undone. Return "
-                "new tensors."
+                f"{link.name} changes its {name} in place, so a bad step could not be skipped. "
+                "Return new tensors."
             )
     return made, new
 
@@ -440,8 +440,8 @@ def _try(text: str, each: Transform, directions: Tensors, watched: _Watched) -> 
         if not each.whole and entry.ndim and entry.shape != shape:
             raise ValueError(
                 f"{text} makes its state {name!r} of shape {tuple(entry.shape)} for values of "
-                f"{tuple(shape)}; on shards it has the shape of the values, or is one number. "
-                "Pass whole=True to transform."
+                f"{tuple(shape)}; a local transform's state has the shape of the values or is one "
+                "number. Pass whole=True to transform."
             )
     made, new = run(each, directions, state, watched.at, watched)
     before, after = (

@@ -70,7 +70,7 @@ REFUSED = {
     r"^stochastic_rounding=True, and the trainable parameters are float32": lambda m: fk.adamw(
         m, stochastic_rounding=True
     ),
-    r"^Linear has no table 'roles' .* Pass patterns of names: roles=\{": fk.muon,
+    r"^Linear has no attribute 'roles' .* Pass patterns of names: roles=\{": fk.muon,
     "^a role is 'matrices'; it is one of": lambda m: fk.muon(m, roles={"weight": "matrices"}),
     "of split matches no parameter": lambda m: fk.muon(
         m, roles={"weight": "matrix"}, split={"q": (1,)}

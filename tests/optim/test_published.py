@@ -116,7 +116,7 @@ def test_a_checkpoint_says_at_which_point_the_parameters_are(point, tmp_path):
     fk.checkpoint_load(fk.TrainState.create(other, optimizer), tmp_path)
     assert optimizer.point == point
     if point == "evaluate":
-        message = "^ScheduleFree is asked for a step at the point 'evaluate', where gradients mean"
+        message = "^ScheduleFree's parameters are at the point 'evaluate', where gradients are"
         with pytest.raises(RuntimeError, match=message):
             train(other, optimizer, 1)
         assert_equal(other, model, 0)

@@ -422,8 +422,8 @@ REFUSED = {
         "*": link(transposed)
     },
     r"^forgotten in .* and returned .* with \{\}; shapes and names": {"*": link(forgotten, "kept")},
-    "^in_place changes its directions in place; a bad step could not be": {"*": link(in_place)},
-    "^state_in_place changes its kept in place; a bad": {"*": link(state_in_place, "kept")},
+    "^in_place changes its directions in place, so a bad step could not be": {"*": link(in_place)},
+    "^state_in_place changes its kept in place, so a bad": {"*": link(state_in_place, "kept")},
     r"^in_place in .* makes its state 'rows' of shape \(8, 1\) .* Pass whole=True": {
         "*": link(in_place, "rows", make=lambda w: w[:, :1])
     },
@@ -448,7 +448,7 @@ def test_what_changes_large_inputs_in_place_is_refused_in_its_first_step():
     model = nn.Linear(32, 32, bias=False)
     optimizer = fk.optimizer(model, {"*": parts.transform(late)})
     before, model.weight.grad = model.weight.detach().clone(), torch.ones(32, 32)
-    with pytest.raises(ValueError, match=r"^late changes its directions in place; a bad"):
+    with pytest.raises(ValueError, match=r"^late changes its directions in place, so a bad"):
         optimizer.step()
     assert torch.equal(model.weight, before)
 
