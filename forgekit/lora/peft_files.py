@@ -43,7 +43,7 @@ ENDS = MappingProxyType(
 )
 PROJECTIONS = ("query", "key", "value", "output")
 ATTENTION = MappingProxyType({f"attention.{n}": f"self_attn.{n[0]}_proj" for n in PROJECTIONS})
-SWIGLU = {"feed_forward": "mlp", "feed_forward.shared": "mlp.shared_experts"}
+SWIGLU = MappingProxyType({"feed_forward": "mlp", "feed_forward.shared": "mlp.shared_experts"})
 NAMES = MappingProxyType(
     {**ATTENTION}
     | {f"{a}.{n}": f"{b}.{n}_proj" for a, b in SWIGLU.items() for n in ("gate", "up", "down")}

@@ -234,7 +234,10 @@ SAID = {  # the bytes of a file, and its texts or what is said of it
         ("a.jsonl", line): "a.jsonl:1 has no string .text."
         for line in (b'{"text": null}', b'{"text": 3}', b'{"text": ["a"]}', b'{"b": {"text": "a"}}')
     },
-    ("a.jsonl", b'{"text": "a", "text": "b"}'): "a.jsonl:1 cannot be read .* the key .text. stands",
+    (
+        "a.jsonl",
+        b'{"text": "a", "text": "b"}',
+    ): "a.jsonl:1 cannot be read .* the key .text. appears twice",
     ("a.json", b'[{"text": "a"}, 3]'): r"a.json\[1\] has no string .text.; it is 3",
     ("a.json", b'[{"text": "a"} {"text": "b"}]'): "a.json cannot be read: Expecting ',' or ']'",
     ("a.json", b'[{"text": "a"}, '): "a.json cannot be read: Expecting",

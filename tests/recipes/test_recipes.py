@@ -324,7 +324,7 @@ def test_a_copy_runs_from_another_folder(name, tmp_path, prepared, request):
 
 BAD = {
     # The others have the main of pretrain, which has a table of refusals.
-    "ranks that it cannot use": ("rollout", "mesh.tp=2", "error: .*tp 2.* 1 rank "),
+    "ranks that it cannot use": ("rollout", "mesh.tp=2", "error: .*tp 2.* 1 rank[;,. ]"),
     "an unknown source": (
         "curriculum",
         "phases=[{step=3, weights={mails=1}}]",

@@ -105,7 +105,7 @@ CASES = [
     (None, {"model": SPEC}, {}, r"checkpoints has no checkpoint"),
     (MOE, {"steps": 3}, {}, r"says neither model \(a TransformerSpec\) nor base"),
     (MOE, {"model": SPEC}, {}, r"step_00000003"),
-    (MOE, {"base": "gone"}, {}, r"gone is no directory"),
+    (MOE, {"base": "gone"}, {}, r"gone/config.json cannot be read: No such file"),
     (MOE, {"model": MOE}, {"step": 7}, r"has no committed step 7"),
 ]
 
