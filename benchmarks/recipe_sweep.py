@@ -78,6 +78,7 @@ class Case:
 
 
 ADAMW = partial(Case, optimizer="adamw")
+MUON = partial(Case, lr=1e-2, momentum=0.85, scale=4.0, beta1=0.8, warmup=10)
 TODAY = ADAMW(lr=3e-3, shape="cosine", final=0.1)
 SETS: dict[str, list[Case]] = {
     "rates": [
@@ -108,6 +109,16 @@ SETS: dict[str, list[Case]] = {
         Case(momentum=0.85, scale=6.0, beta1=0.8),
         Case(momentum=0.85, scale=4.0, beta1=0.8, weight_decay=0.3),
         Case(momentum=0.85, scale=4.0, beta1=0.8, shape="wsd"),
+    ],
+    "near": [
+        MUON(),
+        MUON(warmup=5),
+        MUON(scale=6.0),
+        MUON(lr=7e-3, scale=6.0),
+        MUON(lr=1.3e-2),
+        MUON(momentum=0.8),
+        MUON(shape="rex"),
+        MUON(weight_decay=0.0),
     ],
     "norms": [Case(max_norm=norm) for norm in (0.3, 1e9)],
 }
@@ -142,9 +153,13 @@ def train(case: Case, seed: int, steps: int, data: Path) -> dict[str, Any]:
     if case.optimizer == "adamw":
         optimizer = fk.adamw(model, betas=betas, weight_decay=decay)
     else:
-        optimizer = fk.muon(model, betas=betas, weight_decay=decay, momentum=case.momentum)
-        for group in optimizer.members[1].param_groups:
-            group["lr_scale"] = case.scale
+        optimizer = fk.muon(
+            model,
+            betas=betas,
+            weight_decay=decay,
+            momentum=case.momentum,
+            rest_lr_scale=case.scale,
+        )
     state = fk.TrainState.create(model, optimizer, seed=seed)
     schedule = schedule_of(case, steps)
     step = fk.make_step(recipe.loss_fn, schedule=schedule, max_norm=case.max_norm)

@@ -54,7 +54,7 @@ class Config:
     log_every: int = key(10, "Steps between two rows of metrics.", at_least=1)
     save_every: int = key(50, "Steps between checkpoints; 0: only at the end.", at_least=0)
     precision: fk.Precision = key("fp32", "fp32, or bf16 with float32 masters.")
-    lr: float = key(3e-3, "Highest learning rate.", at_least=0)
+    lr: float = key(1e-2, "Highest learning rate.", at_least=0)
     warmup: int = key(20, "Steps until the highest rate.", at_least=0)
     decay: int = key(50, "Steps of the cool-down at the end.", at_least=1)
     phases: tuple[Phase, ...] = key(
@@ -101,14 +101,14 @@ def setup(config):
     """Build state, step and data, without taking a step."""
     if fk.process_rank() == 0:  # the others wait for it in build_mesh
         write_token_files(config.data, config.model.vocab_size)
-    mesh = fk.build_mesh(config.mesh)
-    rows = config.global_batch_size
+    mesh, rows = fk.build_mesh(config.mesh), config.global_batch_size
     phases = [fk.Phase(p.step * rows, p.weights, p.lr_scale) for p in config.phases]
     dataset = build_dataset(config.data, phases, config.seed)
     with torch.device("meta"):
         model = fk.Transformer(config.model)
     model = fk.parallelize(model, mesh, precision=config.precision, seed=config.seed)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh, seed=config.seed)
+    optimizer = fk.muon(model, momentum=0.85, betas=(0.8, 0.95), rest_lr_scale=4.0)
+    state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
     seen = dataset.fingerprint_at  # of the rows consumed so far: later phases may change
     state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=seen)
     rates = fk.wsd(config.lr, warmup=config.warmup, decay=config.decay, total=config.steps)

@@ -33,7 +33,7 @@ class Config:
     documents: int = key(4, "Documents in a row.", at_least=1)
     batch_size: int = key(4, "Rows per step and data-parallel rank.", at_least=1)
     vocab_size: int = key(64, "Tokens to draw from.", at_least=2)
-    lr: float = key(3e-3, "Highest learning rate.", at_least=0)
+    lr: float = key(1e-2, "Highest learning rate; it falls linearly to 0.", at_least=0)
     log_every: int = key(50, "Steps between two rows of metrics.", at_least=1)
     precision: fk.Precision = key("fp32", "fp32, bf16 or fp16; masters are float32.")
     activation_checkpoint: fk.ActivationCheckpoint = key("none", "What backward recomputes.")
@@ -91,10 +91,11 @@ def setup(config):
         context_parallel=config.context_parallel,
         seed=config.seed,
     )
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh, seed=config.seed)
+    optimizer = fk.muon(model, momentum=0.85, rest_lr_scale=4.0)
+    state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
     state = fk.checkpoint_load(state, config.out / "checkpoints")
 
-    schedule = fk.warmup_cosine(config.lr, warmup=20, total=config.steps)
+    schedule = fk.warmup_linear(config.lr, warmup=20, total=config.steps)
     stop = fk.StopSignal()
     step = fk.make_step(loss_fn, schedule=schedule, stop=stop)
     loader = micro_batches(config, mesh, state.seed, state.samples)

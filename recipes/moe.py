@@ -1,14 +1,12 @@
 """Train a mixture of experts on token files, in any layout, and see how its experts are loaded.
 
-Each token goes to two of sixteen small feed-forwards; biases of the routers keep these evenly busy.
-
-forgekit prepare stdlib --out data/stdlib
-python moe.py
+forgekit prepare stdlib --out data/stdlib && python moe.py
 torchrun --nproc-per-node 8 moe.py mesh.ep=4 model.moe.experts=64 precision=bf16
 """
 
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import attrs
 import torch
@@ -28,6 +26,8 @@ SMALL = fk.TransformerSpec(
     tied=True,
     moe=EXPERTS,
 )
+MUON = partial(fk.muon, momentum=0.85, betas=(0.8, 0.95), rest_lr_scale=4.0)
+OPTIMIZERS = {"muon": (MUON, 1e-2), "adamw": (fk.adamw, 5e-3)}
 
 
 @attrs.frozen(kw_only=True)
@@ -42,16 +42,17 @@ class Data:
 
 @attrs.frozen(kw_only=True)
 class Optim:
-    """AdamW with warm-up and cosine decay of the learning rate to a tenth."""
+    """Muon for matrices and AdamW for all else, or AdamW alone; the rate falls linearly to 0."""
 
-    lr: float = key(3e-3, "Highest learning rate.", at_least=0)
+    name: Literal["muon", "adamw"] = key("muon", "The optimizer.")
+    lr: float | None = key(None, "Highest learning rate; none: the optimizer's.", at_least=0)
     weight_decay: float = key(0.1, "Decay of the matrices, per unit of rate.", at_least=0)
     warmup: int = key(20, "Steps until the highest rate.", at_least=0)
 
 
 @attrs.frozen(kw_only=True)
 class Config:
-    """A small model that learns on two CPU cores."""
+    """Each token goes to two of sixteen small feed-forwards; biases keep these evenly busy."""
 
     out: fk.Location = key(Path("runs/moe"), "Run directory; a run that is there goes on.")
     seed: int = key(0, "Seed of weights, data order and dropout.", at_least=0)
@@ -100,12 +101,12 @@ def setup(config):
         pipeline_schedule=config.pipeline_schedule,
         seed=config.seed,
     )
-    optimizer = fk.adamw(model, weight_decay=config.optim.weight_decay)
+    build_optimizer, lr = OPTIMIZERS[config.optim.name]
+    optimizer = build_optimizer(model, weight_decay=config.optim.weight_decay)
     state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
     state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
-
-    lr, warmup = config.optim.lr, config.optim.warmup
-    schedule = fk.warmup_cosine(lr, warmup=warmup, total=config.steps, final=lr / 10)
+    lr = lr if config.optim.lr is None else config.optim.lr
+    schedule = fk.warmup_linear(lr, warmup=config.optim.warmup, total=config.steps)
     stop = fk.StopSignal()
     step = fk.make_step(loss_fn, schedule=schedule, stop=stop, total=config.steps)
     batch_size = config.batch_size or fk.fitting_batch_size(config.global_batch_size, mesh)

@@ -34,7 +34,7 @@ class Config:
     batch_size: int = key(2, "Rows per rank and micro-batch.", at_least=1)
     seq_len: int = key(32, "Positions in a row.", at_least=1)
     layers: int = key(4, "Layers, split into stages.", at_least=1)
-    lr: float = key(3e-3, "Highest learning rate.", at_least=0)
+    lr: float = key(1e-2, "Highest learning rate; it falls linearly to 0.", at_least=0)
     log_every: int = key(20, "Steps between two rows of metrics.", at_least=1)
     pipeline_schedule: fk.PipelineSchedule = key("1f1b", "Order of work between stages.")
     mesh: fk.MeshSpec = fk.MeshSpec(dp_shard=1, pp=-1)
@@ -73,10 +73,11 @@ def setup(config):
     model = fk.parallelize(
         model, mesh, pipeline_schedule=config.pipeline_schedule, seed=config.seed
     )
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh, seed=config.seed)
+    optimizer = fk.muon(model, momentum=0.85, rest_lr_scale=4.0)
+    state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
     state = fk.checkpoint_load(state, config.out / "checkpoints")
 
-    schedule = fk.warmup_cosine(config.lr, warmup=10, total=config.steps)
+    schedule = fk.warmup_linear(config.lr, warmup=10, total=config.steps)
     stop = fk.StopSignal()
     step = fk.make_step(loss_fn, schedule=schedule, stop=stop)
     loader = micro_batches(config, mesh, state.seed, state.samples)

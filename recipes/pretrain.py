@@ -1,12 +1,12 @@
 """Pretrain a language model on token files, in any layout; resumes automatically.
 
-forgekit prepare stdlib --out data/stdlib
-python pretrain.py
+forgekit prepare stdlib --out data/stdlib && python pretrain.py
 torchrun --nproc-per-node 8 pretrain.py mesh.tp=2 mesh.cp=2 model.dim=1024 precision=bf16
 """
 
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import attrs
 import torch
@@ -17,6 +17,8 @@ from forgekit.config import key, load_config, to_dict
 SMALL = fk.TransformerSpec(
     vocab_size=4096, dim=192, layers=4, heads=4, kv_heads=2, ffn_dim=512, max_seq_len=256, tied=True
 )
+MUON = partial(fk.muon, momentum=0.85, betas=(0.8, 0.95), rest_lr_scale=4.0)
+OPTIMIZERS = {"muon": (MUON, 1e-2), "adamw": (fk.adamw, 5e-3)}
 
 
 @attrs.frozen(kw_only=True)
@@ -31,9 +33,10 @@ class Data:
 
 @attrs.frozen(kw_only=True)
 class Optim:
-    """AdamW with warm-up and cosine decay of the learning rate to a tenth."""
+    """Muon for matrices and AdamW for all else, or AdamW alone; the rate falls linearly to 0."""
 
-    lr: float = key(3e-3, "Highest learning rate.", at_least=0)
+    name: Literal["muon", "adamw"] = key("muon", "The optimizer.")
+    lr: float | None = key(None, "Highest learning rate; none: the optimizer's.", at_least=0)
     weight_decay: float = key(0.1, "Decay of the matrices, per unit of rate.", at_least=0)
     warmup: int = key(20, "Steps until the highest rate.", at_least=0)
 
@@ -98,21 +101,18 @@ def setup(config):
         attention=config.attention,
         seed=config.seed,
     )
-    optimizer = fk.adamw(model, weight_decay=config.optim.weight_decay)
+    build_optimizer, lr = OPTIMIZERS[config.optim.name]
+    optimizer = build_optimizer(model, weight_decay=config.optim.weight_decay)
     state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
     state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
-
-    lr, warmup = config.optim.lr, config.optim.warmup
-    rate = fk.warmup_cosine(lr, warmup=warmup, total=config.steps, final=lr / 10)
-    limit = None if config.spikes is None else fk.SpikeLimit(config.spikes)
-    stop = fk.StopSignal()
+    lr = lr if config.optim.lr is None else config.optim.lr
+    rate = fk.warmup_linear(lr, warmup=config.optim.warmup, total=config.steps)
+    limit, stop = None if config.spikes is None else fk.SpikeLimit(config.spikes), fk.StopSignal()
     step = fk.make_step(loss_fn, schedule=rate, max_norm=config.max_norm, spikes=limit, stop=stop)
     batch_size = config.batch_size or fk.fitting_batch_size(config.global_batch_size, mesh)
     loader = fk.train_loader(state, dataset, batch_size, workers=config.data.workers)
-    held_out = fk.held_out_loader(state, dataset.held_out(), batch_size)
-    return fk.Setup(
-        state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop, held_out=held_out
-    )
+    dev = fk.held_out_loader(state, dataset.held_out(), batch_size)
+    return fk.Setup(state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop, held_out=dev)
 
 
 def train(config, run):

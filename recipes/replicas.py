@@ -18,6 +18,7 @@ from forgekit.config import key, load_config, to_dict
 SMALL = fk.TransformerSpec(
     vocab_size=4096, dim=192, layers=4, heads=4, kv_heads=2, ffn_dim=512, max_seq_len=256, tied=True
 )
+MUON = partial(fk.muon, momentum=0.85, betas=(0.8, 0.95), rest_lr_scale=4.0)
 OF_A_GROUP = ("group", "lighthouse", "out", "data", "device", "log_every", "save_every", "keep")
 
 
@@ -32,9 +33,9 @@ class Data:
 
 @attrs.frozen(kw_only=True)
 class Optim:
-    """AdamW with warm-up and cosine decay of the learning rate to a tenth."""
+    """Muon for matrices and AdamW for all else; after a warm-up the rate falls linearly to 0."""
 
-    lr: float = key(3e-3, "Highest learning rate.", at_least=0)
+    lr: float = key(1e-2, "Highest learning rate.", at_least=0)
     weight_decay: float = key(0.1, "Decay of the matrices, per unit of rate.", at_least=0)
     warmup: int = key(20, "Steps until the highest rate.", at_least=0)
 
@@ -95,16 +96,14 @@ def setup(config):
     with torch.device("meta"):
         model = fk.Transformer(config.model)
     model = fk.parallelize(model, mesh, precision=config.precision, seed=config.seed)
-    optimizer = fk.adamw(model, weight_decay=optim.weight_decay)
+    optimizer = MUON(model, weight_decay=optim.weight_decay)
     state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
     state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
-    rate = fk.warmup_cosine(optim.lr, warmup=optim.warmup, total=config.steps, final=optim.lr / 10)
+    rate = fk.warmup_linear(optim.lr, warmup=optim.warmup, total=config.steps)
     step = partial(take_step, replicas=alone, schedule=rate, max_norm=config.max_norm, stop=stop)
     loader = fk.train_loader(state, dataset, config.batch_size, workers=config.data.workers)
-    held_out = fk.held_out_loader(state, dataset.held_out(), config.batch_size)
-    return fk.Setup(
-        state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop, held_out=held_out
-    )
+    dev = fk.held_out_loader(state, dataset.held_out(), config.batch_size)
+    return fk.Setup(state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop, held_out=dev)
 
 
 def train(config, run):

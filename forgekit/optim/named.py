@@ -13,7 +13,7 @@ from forgekit.optim.chain import Chained, chain_optimizers
 from forgekit.optim.groups import decay_groups
 from forgekit.optim.matrices import AdjustLr, orthogonal
 from forgekit.optim.optimizer import Composed, optimizer
-from forgekit.optim.transforms import adam, decay, lion_sign
+from forgekit.optim.transforms import adam, decay, lion_sign, scale
 
 
 def adamw(
@@ -107,6 +107,7 @@ def muon(
     split: Mapping[str, Sequence[int]] | None = None,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
+    rest_lr_scale: float = 1.0,
 ) -> Chained:
     """Build Muon for a model's matrices and AdamW for all else, as one optimizer.
 
@@ -132,6 +133,7 @@ def muon(
             ``{"*.qkv.weight": (64, 32, 32)}``; each is orthogonalised by itself.
         betas: Decay rates of AdamW's moments.
         eps: Added to the root of AdamW's second moment.
+        rest_lr_scale: AdamW's learning rate over that of the matrices: its groups' ``lr_scale``.
 
     Returns:
         A chain of optimizers: of momentum, ``orthogonal`` and ``decay``, and fused AdamW.
@@ -155,7 +157,8 @@ def muon(
         orthogonal(adjust_lr=adjust_lr, steps=ns_steps, dtype=ns_dtype),
         decay(weight_decay, everything=True),
     )
-    chains = {"matrix": matrices, "*": (adam(*betas, eps), decay(weight_decay))}
+    rest = (adam(*betas, eps), decay(weight_decay), scale(rest_lr_scale))
+    chains = {"matrix": matrices, "*": rest}
     return _named(
         "Muon", chain_optimizers(optimizer(model, chains, lr=lr, roles=roles, split=split))
     )

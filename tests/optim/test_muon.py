@@ -98,7 +98,7 @@ def test_matrices_go_to_muon_by_their_role_and_all_else_to_adamw():
     attention.query.register_parameter("lora_a", nn.Parameter(torch.zeros(2, 16)))
     attention.query.register_module("lora_B", nn.Linear(2, 16, bias=False))
     model.layers[0].attention.key.weight.requires_grad_(False)
-    optimizer = fk.muon(model, weight_decay=0.3)
+    optimizer = fk.muon(model, weight_decay=0.3, rest_lr_scale=4.0)
     found = parameters_by_optimizer(model, optimizer)
     matrices = {
         *(f"layers.0.attention.{n}.weight" for n in ("query", "value", "output")),
@@ -121,3 +121,4 @@ def test_matrices_go_to_muon_by_their_role_and_all_else_to_adamw():
     assert decays[model.layers[0].attention.query.weight] == 0.3
     assert decays[model.output.weight] == 0.3
     assert decays[model.embedding.weight] == decays[model.norm.weight] == 0.0
+    assert [g.get("lr_scale", 1.0) for g in optimizer.param_groups] == [1.0, 4.0, 4.0]

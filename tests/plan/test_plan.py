@@ -653,7 +653,7 @@ def test_a_sweep_ranks_layouts(capsys):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_sweep_that_is_stopped_ends_at_once_with_what_it_has(capsys, tmp_path, number):
     """Also where the setup of a recipe has begun to listen to signals for a run."""
-    text, listens = (recipes_folder() / "pretrain.py").read_text(), "stop = fk.StopSignal()\n"
+    text, listens = (recipes_folder() / "pretrain.py").read_text(), ", fk.StopSignal()\n"
     assert listens in text
     stop = f"{listens}    if next(CALLS) == 1:\n        os.kill(os.getpid(), {int(number)})\n"
     head = "import itertools, os\nCALLS = itertools.count()\n"

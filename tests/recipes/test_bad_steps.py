@@ -52,7 +52,7 @@ def copies(tokens, folder):
     text = (recipes_folder() / "pretrain.py").read_text()
     end = ENDS.format(broken=broken_rows(tokens))
     (folder / "breaks.py").write_text(text.replace('\nif __name__ == "__main__":', end))
-    end = "    held_out = fk.held_out_loader("
+    end = "    dev = fk.held_out_loader("
     assert text.count(end) == 1
     seek = f"    loader.seek(state.samples, skip=[({BROKEN}, {ROWS})])\n"
     (folder / "knows.py").write_text(text.replace(end, seek + end))
