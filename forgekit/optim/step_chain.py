@@ -203,10 +203,10 @@ class _Step:
 
         sent = {"values": values, "gradients": gradients}
         read = {name: gather(s) for name, s in sent.items() if f"whole {name}" in self.reads}
+        # What no transform reads stays on the host: the host would wait for its copy.
+        step, lr = (one if one is UNREAD else one.to(where) for one in (at.step, at.lr))
         # What is whole needs no sum.
-        at = at._replace(
-            step=at.step.to(where), lr=at.lr.to(where), total=list, values=[], gradients=[]
-        )
+        at = at._replace(step=step, lr=lr, total=list, values=[], gradients=[])
         back, done = self.middle[-1].dtype or wider, []
         for part, matrices in enumerate(gather(directions, self.middle[0].dtype)):
             if len(matrices):
