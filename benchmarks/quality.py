@@ -154,7 +154,7 @@ def nanochat_entry(rows: Rows, seed: int) -> Entry:
     return Entry(advance, model)
 
 
-TUNED = {"learning_rate": 5e-3, "warmup_steps": 20, "weight_decay": 0.1, "adam_beta2": 0.95}
+TUNED = {"learning_rate": 6e-3, "warmup_steps": 20, "weight_decay": 0.1, "adam_beta2": 0.95}
 """Those of the recipe's AdamW, which the sweep of ``recipe_sweep.py`` chose for this model."""
 ENTRIES: dict[str, Callable[[Rows, int], Entry]] = {
     "recipe": lambda rows, seed: forgekit_entry(rows, seed, "muon"),

@@ -1,7 +1,8 @@
 """Which optimizer, rate and decay the shipped recipe learns fastest with, on the shipped corpus.
 
 forgekit prepare stdlib --out data/stdlib --vocab 4096
-python benchmarks/recipe_sweep.py rates --seeds 0 1 2 --steps 400
+python benchmarks/recipe_sweep.py rates momenta rest near --steps 150
+python benchmarks/recipe_sweep.py chosen --seeds 0 1 2 --steps 400
 python benchmarks/recipe_sweep.py --table
 
 Each case trains the model of ``recipes/pretrain.py`` on its rows; nothing else differs. A row of
@@ -79,10 +80,10 @@ class Case:
 
 ADAMW = partial(Case, optimizer="adamw")
 MUON = partial(Case, lr=1e-2, momentum=0.85, scale=4.0, beta1=0.8, warmup=10)
-TODAY = ADAMW(lr=3e-3, shape="cosine", final=0.1)
+BEFORE = ADAMW(lr=3e-3, shape="cosine", final=0.1)
 SETS: dict[str, list[Case]] = {
     "rates": [
-        TODAY,
+        BEFORE,
         *(ADAMW(lr=lr) for lr in (3e-3, 6e-3, 1.2e-2)),
         *(Case(lr=lr) for lr in (6e-3, 1e-2, 1.5e-2, 2.2e-2, 3.2e-2)),
     ],
@@ -120,6 +121,7 @@ SETS: dict[str, list[Case]] = {
         MUON(shape="rex"),
         MUON(weight_decay=0.0),
     ],
+    "chosen": [MUON(warmup=20), MUON(scale=6.0), BEFORE, ADAMW(lr=6e-3)],
     "norms": [Case(max_norm=norm) for norm in (0.3, 1e9)],
 }
 

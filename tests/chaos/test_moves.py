@@ -17,6 +17,7 @@ SETTINGS = {
     "global_batch_size": BATCH,
     "model__dropout": 0.0,
     "model__tied": "false",
+    "optim__name": "adamw",  # Muon iterates in bfloat16, so last bits of a sum go further
 }
 RANKS = [
     # Ranks, how many of them read different samples, and settings of the stretch.
