@@ -60,7 +60,7 @@ def test_a_plan_has_the_ratio_to_a_published_run_that_the_page_states(capsys, ro
     model, device, world, length, rows, in_all, settings, published = row
     sizes = [f"model.{name}={size}" for name, size in zip(NAMES, model, strict=True)]
     sizes += [f"model.max_seq_len={length}", f"data.seq_len={length}", "precision=bf16"]
-    sizes += [f"batch_size={rows}", f"global_batch_size={in_all}"]
+    sizes += [f"batch_size={rows}", f"global_batch_size={in_all}", "optim.name=adamw"]
     options = ["--world", str(world), "--device", device, "--memory", "1000", "--json"]
     recipe = "moe" if model is QWEN3_30B else "pretrain"
     assert main(["plan", recipe, *sizes, *settings.split(), *options]) == 0
