@@ -15,7 +15,6 @@ of equal sizes; nanochat's is its own, see ``nanochat.py``.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import statistics
 import sys
@@ -25,11 +24,11 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from threading import Semaphore, Thread
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from nanochat import Model, build_update
+from recipe_sweep import recipe
 from tensordict import TensorDict
 from torch import Tensor
 from torch.nn import functional as F
@@ -51,16 +50,6 @@ Points = list[tuple[float, float, float]]
 """Of each evaluation: steps so far, seconds of training, bits per byte."""
 Rows = list[Tensor]
 """For each step token ids ``[b s+1]``."""
-
-
-def recipe() -> ModuleType:
-    """Import ``recipes/pretrain.py``."""
-    spec = importlib.util.spec_from_file_location("pretrain", "recipes/pretrain.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def forgekit_entry(rows: Rows, seed: int, name: str) -> Entry:

@@ -22,6 +22,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import attrs
@@ -136,6 +137,16 @@ def schedule_of(case: Case, steps: int) -> Callable[[int], float]:
     return shapes[case.shape](case.lr, **options)
 
 
+def recipe() -> ModuleType:
+    """Import ``recipes/pretrain.py``."""
+    spec = importlib.util.spec_from_file_location("pretrain", "recipes/pretrain.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def train(case: Case, seed: int, steps: int, data: Path) -> dict[str, Any]:
     """Train the recipe's model and measure it on the held-out documents.
 
@@ -143,12 +154,8 @@ def train(case: Case, seed: int, steps: int, data: Path) -> dict[str, Any]:
         ``bits_per_byte``, and the seconds of the steps alone.
     """
     torch.set_num_threads(1)
-    spec = importlib.util.spec_from_file_location("pretrain", "recipes/pretrain.py")
-    assert spec is not None
-    assert spec.loader is not None
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
-    config = recipe.Config()
+    module = recipe()
+    config = module.Config()
     dataset = fk.token_dataset(data, config.data.seq_len)
     model = fk.Transformer(config.model, seed=seed)
     betas, decay = (case.beta1, case.beta2), case.weight_decay
@@ -164,7 +171,7 @@ def train(case: Case, seed: int, steps: int, data: Path) -> dict[str, Any]:
         )
     state = fk.TrainState.create(model, optimizer, seed=seed)
     schedule = schedule_of(case, steps)
-    step = fk.make_step(recipe.loss_fn, schedule=schedule, max_norm=case.max_norm)
+    step = fk.make_step(module.loss_fn, schedule=schedule, max_norm=case.max_norm)
     loader = fk.train_loader(state, dataset, config.global_batch_size)
     seconds = time.perf_counter()
     for batches, _ in zip(fk.groups(loader, 1), range(steps), strict=False):
@@ -172,7 +179,7 @@ def train(case: Case, seed: int, steps: int, data: Path) -> dict[str, Any]:
     seconds = time.perf_counter() - seconds
     held_out = fk.held_out_loader(state, dataset.held_out(), 8)
     assert held_out is not None
-    result = fk.evaluate(state, held_out, recipe.loss_fn)
+    result = fk.evaluate(state, held_out, module.loss_fn)
     return {"bits_per_byte": round(float(result["bits_per_byte"]), 5), "seconds": round(seconds, 1)}
 
 
