@@ -20,6 +20,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from schedule_clock import timeline
 
 from forgekit.data.batch import slice_positions
 from forgekit.data.order import BLOCK, Phase, make_order
@@ -29,7 +30,7 @@ from forgekit.model.attention import document_mask
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.routing import Router, Routing
 from forgekit.parallel.context.attention_areas import areas_seen
-from forgekit.parallel.pipeline.schedule import PipelineSchedule, timeline
+from forgekit.parallel.pipeline.schedule import PipelineSchedule
 
 HERE = Path(__file__).parent
 RANKS = ("#4878b8", "#e0893b", "#5a9e6f", "#b05a8f")

@@ -31,7 +31,7 @@ from forgekit.metrics.device_specs import MACHINES
 from forgekit.metrics.flops import Flops
 from forgekit.model.routing import Router
 from forgekit.parallel.layout import size_of
-from forgekit.parallel.pipeline.schedule import timeline
+from forgekit.parallel.pipeline.schedule import bubble as bubble_of
 from forgekit.plan.estimate import USABLE, estimate, peak_of
 from forgekit.plan.stand_ins import Broadcasts, MissingBroadcastError, PlanError, pretending
 from forgekit.plan.watch import CATEGORIES, Call, StepWatch, Work, dimension_of
@@ -216,7 +216,7 @@ def summed(job: Job, ranks: list[PlannedRank]) -> Plan:
     seconds = [estimate(machine, job.node_size, rank.work, rank.hidden) for rank in ranks]
     bubble = 0.0
     if job.pp > 1:
-        bubble = timeline(job.schedule, job.pp, first.micro_batches).bubble  # pyright: ignore[reportArgumentType]
+        bubble = bubble_of(job.schedule, job.pp, first.micro_batches)  # pyright: ignore[reportArgumentType]
     step = max(one.busy for one in seconds) / (1 - bubble)
     flops = sum((rank.work.flops for rank in ranks), Counter[torch.dtype]())
     replicas = job.world // job.pp
