@@ -18,7 +18,6 @@ import attrs
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from forgekit.checks import check_choice, check_integers
 from forgekit.mesh import check_dimensions, expert_ranks, expert_view
@@ -256,9 +255,7 @@ def _check_ranks(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
         )
     check_dimensions(mesh)
     plan = getattr(model, "plan", None) if options.plan is None else options.plan
-    items = plan.items() if isinstance(plan, Mapping) else ()
-    # A style of torch's by its attributes: its own text has an address.
-    shown = [(n, (type(s), vars(s)) if isinstance(s, ParallelStyle) else s) for n, s in items]
+    shown = [*plan.items()] if isinstance(plan, Mapping) else ()
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     check_alike(model, {**attrs.asdict(options, recurse=False), "plan": shown, "mesh": sizes})
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.distributed.tensor.parallel import ColwiseParallel
 
 import forgekit as fk
 from forgekit.parallel.fsdp import shard
@@ -112,7 +111,6 @@ PLACED = {
 GATHERED = {"*up": "colwise_gathered", "*down": "rowwise_split"}
 CASES: dict[str, tuple[Any, Any]] = {
     "tied": (Foreign, MATRICES),
-    "torch's own style": (Foreign, {**MATRICES, "*.up": ColwiseParallel()}),
     "only a matrix": (Foreign, {"body.1.up": "colwise", "body.1.down": "rowwise"}),
     "positions": (Placed, PLACED),
     "all channels between": (Foreign, {**MATRICES, **GATHERED}),
@@ -265,7 +263,7 @@ def with_bias_of_experts():
 REFUSED: list[tuple[Any, Any, str]] = [
     (Foreign, None, "^tp is 2 and Foreign has no plan of its own; set tp to 1, or pass for exa"),
     (Foreign, {"body.*.upp": "colwise"}, "matches no module; the nearest names are 'body.[01].up'"),
-    (Foreign, {"last": "columns"}, "'columns'; it is one of 'colwise', .*ParallelStyle of torch"),
+    (Foreign, {"last": "columns"}, "'columns'; it is one of 'colwise', .*'expert'"),
     (Parts, {"bounded": "embedding"}, "style 'embedding' is for an nn.Embedding without max_n"),
     (with_bias_of_experts, None, "style 'routed' is for .* experts that say all of their wid"),
     (Parts, {"computed": "rowwise"}, "'computed' computes its weight .* 'rowwise' cannot"),

@@ -12,15 +12,13 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from forgekit.checks import divisors, nearest_multiples
 from forgekit.model.nf4 import is_packed
 from forgekit.parallel.layout import EXPERT, match_plan
 from forgekit.parallel.tensor.styles import GROUPED, PARAMETER_LISTS, ROUTED, STYLES
 
-Style = str | ParallelStyle
-Plan = Mapping[str, Style]
+Plan = Mapping[str, str]
 
 TRANSFORMERS_EXPERTS = "moe_tp_experts"
 """Style of transformers for a module of experts, whose parameters have entries too.
@@ -42,7 +40,7 @@ TRANSFORMERS_STYLES: Mapping[str, str] = MappingProxyType(
 """Names here of transformers' styles; its norms see a rank's heads."""
 
 
-def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str, Style]:
+def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str, str]:
     """Find each module's style and check divisibility; nothing is changed.
 
     Args:
@@ -67,10 +65,10 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
         )
     modules = dict(model.named_modules())
     for pattern, style in plan.items():
-        if style not in (*STYLES, EXPERT) and not isinstance(style, ParallelStyle):
+        if style not in (*STYLES, EXPERT):
             raise ValueError(
                 f"the plan gives {pattern!r} the style {style!r}; it is one of "
-                f"{', '.join(map(repr, (*STYLES, EXPERT)))}, or a ParallelStyle of torch."
+                f"{', '.join(map(repr, (*STYLES, EXPERT)))}."
             )
     styles = match_plan(model, plan)
     for name, style in styles.items():
@@ -132,7 +130,7 @@ def model_plan(model: nn.Module, size: int) -> Plan | None:
         )
     names = {module: name for name, module in model.named_modules()}
     base = names.get(getattr(model, "base_model", model))
-    styles: dict[str, Style] = {}
+    styles: dict[str, str] = {}
     for pattern, style in plan.items():
         pattern, style = f"{base}.{pattern}" if base else pattern, TRANSFORMERS_STYLES[style]
         matched: list[Any] = [module for module, n in names.items() if fnmatchcase(n, pattern)]
@@ -147,8 +145,8 @@ def model_plan(model: nn.Module, size: int) -> Plan | None:
     return styles
 
 
-def _check_kind(name: str, module: nn.Module, style: Style) -> None:
-    kind = STYLES.get(style) if isinstance(style, str) else None
+def _check_kind(name: str, module: nn.Module, style: str) -> None:
+    kind = STYLES.get(style)
     if kind is not None and not kind.fits(module):
         is_leaf = next(module.children(), None) is None
         raise ValueError(
@@ -160,7 +158,7 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
             f'{name!r} is packed (add_lora(base="nf4")), which FSDP alone can shard. Use tp=1, or '
             "leave base out."
         )
-    shards = str(style).startswith(("colwise", "rowwise", "embedding"))
+    shards = style.startswith(("colwise", "rowwise", "embedding"))
     if shards and "weight" not in module._parameters:
         raise ValueError(
             f"{name!r} computes its weight (a parametrization); style {style!r} cannot shard it. "
@@ -168,9 +166,9 @@ def _check_kind(name: str, module: nn.Module, style: Style) -> None:
         )
 
 
-def _check_sizes(name: str, modules: Mapping[str, nn.Module], style: Style, size: int) -> None:
+def _check_sizes(name: str, modules: Mapping[str, nn.Module], style: str, size: int) -> None:
     module, parent = modules[name], modules.get(name.rpartition(".")[0])
-    kind = STYLES.get(style) if isinstance(style, str) else None
+    kind = STYLES.get(style)
     for leaf, dim in kind.sharded(module).items() if kind is not None else ():
         if dim is None:
             continue

@@ -1,8 +1,7 @@
 """Tensor parallelism by a plan: patterns of module names to styles, for any model.
 
 A plan maps patterns of module names (``layers.*.attention.query``; of several that match the last
-counts) to styles, or to a ``torch.distributed.tensor.parallel.ParallelStyle``, which is applied as
-it is:
+counts) to styles:
 
 | style | for | parameters | activations |
 |---|---|---|---|
@@ -39,16 +38,14 @@ from typing import Any, cast
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from forgekit.parallel.tensor.plan import Style
 from forgekit.parallel.tensor.styles import EVERYWHERE, POSITIONS, STYLES, Region
 
 
 def apply_plan(
     model: nn.Module,
     mesh: DeviceMesh | None,
-    styles: Mapping[str, Style],
+    styles: Mapping[str, str],
     modules: Mapping[str, nn.Module] | None = None,
 ) -> dict[nn.Module, dict[str, Any]]:
     """Shard a model's parameters over ranks, in place; names stay.
@@ -85,16 +82,9 @@ def apply_plan(
     region = Region(mesh, stream, {modules[name] for name in _logit_modules(styles)})
     shared = shared_parameters(model)
     before = {module: _attributes(module) for module in present}
-    # Children first: torch's styles for a whole module skip parameters that are already sharded.
     for name, style in reversed(list(styles.items())):
         module = modules[name]
-        if module not in present:
-            continue
-        if isinstance(style, ParallelStyle):
-            parallelize_module(module, mesh, style, src_data_rank=None)
-            if any(not isinstance(p, DTensor) for p in module.parameters(recurse=False)):
-                STYLES["replicate"].apply(module, region)
-        else:
+        if module in present:
             STYLES[style].apply(module, region)
     # Each module made its own DTensor of a shared parameter.
     for names in shared:
@@ -122,7 +112,7 @@ def _replaced(module: nn.Module, before: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _logit_modules(styles: Mapping[str, Style]) -> set[str]:
+def _logit_modules(styles: Mapping[str, str]) -> set[str]:
     """Find colwise modules without a rowwise module beside or after them."""
     rowwise = [name for name, style in styles.items() if style == "rowwise"]
     beside = {name.rpartition(".")[0] for name in rowwise} - {""}
