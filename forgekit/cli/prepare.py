@@ -25,7 +25,7 @@ def add_prepare(commands: Any) -> None:
         metavar="SOURCE",
         nargs="+",
         help="`stdlib` (Python's own sources), files, folders and URLs (text, code, JSON lines and "
-        "arrays, .parquet, .csv, .tsv, also compressed), or hf:NAME or hf:NAME:CONFIG of a Hugging "
+        "arrays, .parquet, also compressed), or hf:NAME or hf:NAME:CONFIG of a Hugging "
         "Face dataset",
     )
     option("--out", metavar="DIR", type=Path, required=True, help="a new folder")

@@ -7,7 +7,6 @@ are then read one at a time. A document is named by its file and its line or row
 from __future__ import annotations
 
 import codecs
-import csv
 import hashlib
 import itertools
 import json
@@ -16,14 +15,14 @@ import re
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, BinaryIO, TypeAlias, get_args
 
 import attrs
 
-from forgekit.checks import brief, check_choice, parse_json, quoted
+from forgekit.checks import brief, check_choice, parse_json
 from forgekit.data.documents import (
     ROWS_AT_ONCE,
     Errors,
@@ -51,7 +50,7 @@ SUFFIXES = (
 
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 JSON = (*JSON_LINES, ".json")
-TABLES = {".csv": ",", ".tsv": "\t"}  # and the delimiter
+REFUSED = (".csv", ".tsv", ".zst")
 
 DAMAGED = 2**62
 """The position in a file behind its damage, from which nothing more is read."""
@@ -68,11 +67,11 @@ def text_documents(
     Args:
         paths: Files, folders and URLs, or one of them. JSON lines (``.jsonl``, ``.ndjson``,
             ``.jsonlines``, ``.json``) give a document per line, an array in such a file one per
-            record, ``.parquet``, ``.csv`` and ``.tsv`` one per row. Every other file, also a
-            ``.json`` of one object without the key, is one document. ``.gz``, ``.bz2``, ``.xz`` and
-            (with pyarrow) ``.zst`` are decompressed. Folders are searched for the usual suffixes of
+            record, ``.parquet`` one per row. Every other file, also a ``.json`` of one object
+            without the key, is one document; ``.csv``, ``.tsv`` and ``.zst`` are refused. ``.gz``,
+            ``.bz2`` and ``.xz`` are decompressed. Folders are searched for the usual suffixes of
             text and code, without hidden files, ``.json`` and tables. Each file is read once.
-        text_key: Key of the text in a record of JSON, or its column in a table.
+        text_key: Key of the text in a record of JSON, or its column in parquet.
         errors: ``"raise"`` stops at a broken document, ``"skip"`` leaves it out.
 
     Returns:
@@ -157,7 +156,7 @@ class TextDocuments:
 
 
 def json_objects(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield name and record of each line of JSON, element of an array, or row of a table."""
+    """Yield name and record of each line of JSON, element of an array, or row of parquet."""
     for name, read, *_ in _located(file, (0, 0), None):
         record: Any = read()
         if not isinstance(record, dict):
@@ -179,7 +178,7 @@ def _kind_of(file: File, key: str | None) -> str:
 def _kind_by(suffix: str, stream: Any, key: str | None) -> str:
     """Name a format by the suffix and, of JSON, by the first line."""
     if suffix not in JSON:
-        return suffix[1:] if suffix in (".parquet", *TABLES) else "text"
+        return "parquet" if suffix == ".parquet" else "text"
     pieces = iter(partial(stream.readline, 2**10), b"")  # an array may be one long line
     plain = (piece.removeprefix(codecs.BOM_UTF8) for piece in pieces)
     filled = (piece for piece in plain if piece.strip())
@@ -217,16 +216,12 @@ def _intact(file: File, at: At, key: str | None) -> Iterator[Located]:
     if suffix == ".parquet":
         yield from _rows(file, at[0], key)
         return
-    if key is None or suffix in (*JSON, *TABLES):
-        with ExitStack() as opening:
-            stream = opening.enter_context(opened(file))
+    if key is None or suffix in JSON:
+        with opened(file) as stream:
             kind = _kind_by(suffix, stream, key)
             if key is None or kind != "text":
-                if stream.seekable():
-                    stream.seek(0)
-                else:  # a zstd stream
-                    stream = opening.enter_context(opened(file))
-                yield from _READERS.get(kind, _lines)(file, stream, at, key)
+                stream.seek(0)
+                yield from (_array if kind == "JSON array" else _lines)(file, stream, at, key)
                 return
     if key is not None and not at[0]:
         yield str(file), partial(_text_of_file, file, key), (1, 1), file.stat().st_size
@@ -234,7 +229,7 @@ def _intact(file: File, at: At, key: str | None) -> Iterator[Located]:
 
 def _lines(file: File, lines: BinaryIO, at: At, key: str | None) -> Iterator[Located]:
     position, number = at
-    _skip(lines, position)
+    lines.seek(position)
     for line in lines:
         position, number = position + len(line), number + 1
         if line.removeprefix(codecs.BOM_UTF8).strip():
@@ -259,51 +254,6 @@ def _array(file: File, stream: BinaryIO, at: At, key: str | None) -> Iterator[Lo
         raise json.JSONDecodeError("Expecting ']' at the end", text, position)
 
 
-def _table(file: File, lines: BinaryIO, at: At, key: str | None) -> Iterator[Located]:
-    """Locate the rows of a table in text whose first row names its columns."""
-    read, (position, number) = 0, at
-
-    def decoded() -> Iterator[str]:
-        nonlocal read
-        for line in lines:  # a row takes its own lines and none ahead
-            read += len(line)
-            if b"\0" in line:
-                raise csv.Error("it holds a NUL byte, so it is cut off, binary or in UTF-16")
-            yield line.decode("utf-8-sig" if read == len(line) else "utf-8")
-
-    csv.field_size_limit(2**31 - 1)  # a cell may be a long document
-    rows = csv.DictReader(decoded(), delimiter=TABLES[_plain_suffix(file)], strict=True)
-    columns = rows.fieldnames or ()
-    if key is not None:
-        check_column(str(file), key, columns)
-    if len(set(columns)) < len(columns):
-        raise ValueError(f"{file} names a column twice: {quoted(columns)}. Rename one.")
-    if position:
-        _skip(lines, position - read)
-        read = position
-    for row in rows:
-        name = f"{file}[{number}]"
-        number += 1
-        yield name, partial(_cell, name, key, row), (read, number), read
-
-
-def _cell(name: str, key: str | None, row: dict[Any, Any]) -> Any:
-    if None in row or None in row.values():  # as DictReader marks cells too many and too few
-        raise ValueError(
-            f"{name} has not as many cells as the first row has columns: {brief(row)}. "
-            "Quote cells that hold the delimiter, or remove the row."
-        )
-    return row if key is None else row[key]
-
-
-def _skip(stream: BinaryIO, count: int) -> None:
-    if stream.seekable():
-        stream.seek(count, os.SEEK_CUR)
-    else:  # a zstd stream
-        for start in range(0, count, 2**20):
-            stream.read(min(2**20, count - start))
-
-
 def _rows(file: File, position: int, key: str | None) -> Iterator[Located]:
     parquet, size = require("pyarrow.parquet", extra="data"), file.stat().st_size
     is_local = isinstance(file, Path)
@@ -324,9 +274,6 @@ def _rows(file: File, position: int, key: str | None) -> Iterator[Located]:
                         yield name, read, (row + 1,) * 2, size * (row + 1) // rows
                     first += batch.num_rows
             first = last
-
-
-_READERS = {"JSON lines": _lines, "JSON array": _array, "csv": _table, "tsv": _table}
 
 
 def _text_of_file(file: File, key: str) -> str:
@@ -387,7 +334,7 @@ def _utf8(content: bytes, name: str) -> str:
 def _damage_of(file: File, error: Exception) -> ValueError:
     """Name a damaged file; errors of the disk, which have a number, are raised as they are."""
     module = type(error).__module__.partition(".")[0]
-    is_of_reader = module in ("_csv", "_lzma", "json", "pyarrow", "zlib")
+    is_of_reader = module in ("_lzma", "json", "pyarrow", "zlib")
     is_damage = is_of_reader or isinstance(error, EOFError | OSError | UnicodeError)
     if not is_damage or getattr(error, "errno", None):
         raise error
@@ -410,6 +357,8 @@ def files_at(paths: Paths) -> list[File]:
                 f"for {SUFFIXES}; name other files themselves."
             )
         for file in files:
+            if _plain_suffix(file) in REFUSED:
+                raise ValueError(f"{file} is not read; write it as JSON lines or parquet.")
             unique.setdefault(file.resolve(), file)
     return list(unique.values())
 

@@ -7,15 +7,14 @@ import io
 import os
 from pathlib import Path, PurePosixPath
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, BinaryIO, TypeAlias, cast
+from typing import Any, BinaryIO, TypeAlias
 
 import attrs
 
-from forgekit.environment import require
 from forgekit.remote.urls import Url, fs_of, retried
 
-COMPRESSED = MappingProxyType({".gz": "gzip", ".bz2": "bz2", ".xz": "lzma", ".zst": ""})
-"""Python's module for each suffix; pyarrow reads zstd."""
+COMPRESSED = MappingProxyType({".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"})
+"""Python's module for each suffix."""
 
 FETCHED_BYTES = 2**23
 """Bytes per request of a remote file."""
@@ -85,8 +84,4 @@ def opened(file: File) -> BinaryIO:
     compressed: Any = file if isinstance(file, Path) else file.open()
     if module := COMPRESSED.get(file.suffix.lower()):
         return importlib.import_module(module).open(compressed)
-    if file.suffix.lower() == ".zst":
-        source = str(file) if isinstance(file, Path) else compressed
-        stream = require("pyarrow", extra="data").input_stream(source, compression="zstd")
-        return cast(BinaryIO, io.BufferedReader(stream, 2**20))
     return file.open("rb", buffering=2**20) if isinstance(file, Path) else compressed

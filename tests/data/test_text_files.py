@@ -8,7 +8,6 @@ import json
 import lzma
 import os
 import re
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -115,8 +114,7 @@ def test_parquet_that_holds_no_text_is_refused_by_file_and_row(tmp_path):
         list(text_documents(file))
 
 
-zstd = partial(pa.Codec("zstd").compress, asbytes=True)
-PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstd}
+PACKERS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
 
 
 @pytest.mark.parametrize("name", [f"a.{kind}{end}" for kind in ("txt", "jsonl") for end in PACKERS])
@@ -168,14 +166,11 @@ RECORDS = [
     {"id": n, "text": t} for n, t in enumerate(["once", 'a "b",\n[{c}]', "ü\t \u2028", "end"])
 ]
 LINED = "\n".join(json.dumps(record) for record in RECORDS)
-ROWS = 'id,text\r\n0,once\r\n\r\n1,"a ""b"",\n[{c}]"\r\n2,"ü\t \u2028"\r\n3,end'
 FILES = {
     **{f"a{suffix}": LINED for suffix in (".json", ".ndjson", ".jsonlines", ".jsonl")},
     "b.json": json.dumps(RECORDS, indent=1, ensure_ascii=False),
     "b.jsonl": "[" + LINED.replace("\n", ",\n") + "]",
     "c.json": "\ufeff\n" + json.dumps(RECORDS),
-    "d.csv": "\ufeff" + ROWS,
-    "d.tsv": 'id\ttext\n0\tonce\n1\t"a ""b"",\n[{c}]"\n2\t"ü\t \u2028"\n3\tend\n',
 }
 
 
@@ -194,18 +189,16 @@ def test_records_are_read_by_what_is_in_the_file(tmp_path, name):
             for number, record in enumerate(records):
                 following = documents.read(record.after, part=part, parts=parts)
                 assert list(following) == records[number + 1 :]
-        read = [record for _, record in json_objects(file)]
-        as_text = [{key: str(value) for key, value in record.items()} for record in RECORDS]
-        assert read == (as_text if "d." in file.name else RECORDS)
+        assert [record for _, record in json_objects(file)] == RECORDS
 
 
 def test_one_object_is_a_text_and_kinds_are_counted(tmp_path):
     texts = {"a.json": '{"name": "x"}\n', "b.json": '{\n "name": ["x"]\n}', "c.py": "x = {}"}
-    for name, text in {**texts, "d.csv": "text\nx", "e.json": '{"text": "x"}'}.items():
+    for name, text in {**texts, "e.json": '{"text": "x"}'}.items():
         (tmp_path / name).write_text(text)
     documents = text_documents(sorted(tmp_path.iterdir()))
-    assert [text for _, text in documents] == [*texts.values(), "x", "x"]
-    assert documents.kinds == {"text": 3, "csv": 1, "JSON lines": 1}
+    assert [text for _, text in documents] == [*texts.values(), "x"]
+    assert documents.kinds == {"text": 3, "JSON lines": 1}
 
 
 LONG = "x" * 300_000
@@ -224,7 +217,6 @@ SAID = {  # the bytes of a file, and its texts or what is said of it
     ("a.jsonl", b'[{"text": "a"}]\n[{"text": "b"}]'): "a.jsonl cannot be read: Expecting ']' at",
     ("a.jsonl", b'{"text": "a"}\n\0\0'): "a.jsonl:2 cannot be read as JSON",
     ("a.jsonl.gz", gzip.compress(b'{"te', mtime=0) + gzip.compress(b'xt": "a"}', mtime=0)): ["a"],
-    ("a.jsonl.zst", zstd(b'{"te') + zstd(b'xt": "a"}\n') + zstd(b'{"text": "b"}')): ["a", "b"],
     ("a.jsonl", b'{"text": "a"},\n'): "a.jsonl:1 cannot be read as JSON: Extra data at column 14",
     ("a.jsonl", b'{"text": "a"}{"text": "b"}'): "a.jsonl:1 cannot be read as JSON: Extra data",
     ("a.jsonl", b'{"text": "a"}\n[{"text": "b"}]'): "a.jsonl:2 has no string .text.",
@@ -243,18 +235,8 @@ SAID = {  # the bytes of a file, and its texts or what is said of it
     ("a.json", b'[{"text": "a"}, '): "a.json cannot be read: Expecting",
     ("a.json", b'[{"text": "a"}]]'): "a.json cannot be read: Expecting",
     ("a.json", b'["a", "b"]'): r"a.json\[0\] has no string .text.; it is .a.",
-    ("a.csv", f"text\n{LONG}\n".encode()): [LONG],
-    ("a.csv", b"id;text\n1;a\n"): 'a.csv has no column "text"; it has "id;text"',
-    ("a.csv", b"id,text\n1,a,b\n"): r"a.csv\[0\] has not as many cells .* Quote cells that hold",
-    ("a.csv", b"id,text\n1,a\n1\n"): r"a.csv\[1\] has not as many cells",
-    ("a.csv", b"text,text\na,b\n"): 'a.csv names a column twice: "text", "text". Rename one',
-    ("a.csv", b'text\n"a\n'): "a.csv cannot be read: unexpected end of data. Write it again",
-    ("a.csv", b"text\na\n\0\0"): "a.csv cannot be read: it holds a NUL byte",
-    ("a.tsv", "text\na\n".encode("utf-16-le")): "a.tsv cannot be read: it holds a NUL byte",
-    ("a.csv", b"text\ra\r"): "a.csv cannot be read: new-line character seen in unquoted field",
-    ("a.csv", b"text\n\xff\n"): "a.csv cannot be read: .utf-8. codec can't decode",
     ("a.txt.gz", gzip.compress(b"once ", mtime=0) + gzip.compress(b"upon", mtime=0)): ["once upon"],
-    ("a.md.ZST", zstd("ein Brötchen\r\n".encode())): ["ein Brötchen\r\n"],
+    **{(name, b"a"): f"{name} is not read; write" for name in ("a.csv", "a.TSV.gz", "a.txt.zst")},
     ("a.txt.xz", b"no archive"): "a.txt.xz cannot be read: .* Write it again",
     ("a.json.gz", b"no archive"): "a.json.gz cannot be read: .* Write it again",
 }
