@@ -16,11 +16,9 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from forgekit.checks import parse_json
 from forgekit.environment import identity
-from forgekit.files import read_regular, sync
+from forgekit.files import sync
 from forgekit.mesh import build_mesh, shutdown
-from forgekit.run.status import is_running
 from forgekit.verification.local_ranks import LocalRankError, run_local_ranks
 
 TIMEOUT_S = 60.0
@@ -72,7 +70,6 @@ def check_folder(directory: Path) -> Iterator[Check]:
         remedy = "Make it a folder that can be written, or choose another out=."
         yield Check("writable", "BAD", f"{error.strerror}: {there}. {remedy}")
         return
-    yield from _run_in(directory)
     other = "Make room, if it is full. Checkpoints need it: choose an out= on another file system."
     lock = "Make sure that no second run writes into the directory."
     try:
@@ -80,18 +77,6 @@ def check_folder(directory: Path) -> Iterator[Check]:
         yield _tried("lock", lambda: _lock(folder), lock, otherwise="note")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _run_in(directory: Path) -> Iterator[Check]:
-    """Whether a directory's run is running, ended or killed, by its status and lock."""
-    with suppress(OSError, ValueError):
-        status = parse_json(read_regular(directory / "status.json"))["status"]
-        if is_running(directory):
-            yield Check("run", "note", "a run is active here; a second one is refused.")
-        elif status == "running":
-            yield Check("run", "note", "a run was killed here; the same command resumes it.")
-        else:
-            yield Check("run", "ok", f"the last one here is {status}")
 
 
 def check_two_ranks(out: Path) -> list[Check]:

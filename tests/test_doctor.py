@@ -32,20 +32,6 @@ def test_a_good_folder_is_ready_and_nothing_is_left_behind(tmp_path, capsys):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_run_of_the_directory_is_told_from_a_killed_one(tmp_path):
-    def outcome():
-        (check,) = [check for check in check_folder(tmp_path) if check.name == "run"]
-        return check.outcome, check.text
-
-    (tmp_path / "status.json").write_text('{"status": "finished"}')
-    assert outcome() == ("ok", "the last one here is finished")
-    (tmp_path / "status.json").write_text('{"status": "running"}')
-    assert outcome() == ("note", "a run was killed here; the same command resumes it.")
-    with (tmp_path / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        assert outcome() == ("note", "a run is active here; a second one is refused.")
-
-
 def launched(rank, world, port, out):
     """``forgekit doctor`` as torchrun starts it on one rank; what it printed and its exit code."""
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

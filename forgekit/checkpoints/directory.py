@@ -88,7 +88,6 @@ class Keep:
         every: Keep steps that are multiples of this number; None for none.
         milestones: Keep step 0 and powers of two.
         best: How many with the smallest metric, as given to ``checkpoint_save``; 0 for none.
-        largest: Count the largest metrics as the best.
 
     Raises:
         TypeError: If a number is no integer.
@@ -105,7 +104,6 @@ class Keep:
     every: int | None = None
     milestones: bool = False
     best: int = 0
-    largest: bool = False
 
     def __attrs_post_init__(self) -> None:
         every = 1 if self.every is None else self.every
@@ -124,7 +122,7 @@ class Keep:
         kept = set(steps[-self.last :]) | set(filter(self.names, steps))
         measured = {s: m for s, m in metrics.items() if m is not None and not math.isnan(m)}
         # The newest of equally good ones.
-        ranked = sorted(measured, key=lambda s: (-measured[s] if self.largest else measured[s], -s))
+        ranked = sorted(measured, key=lambda s: (measured[s], -s))
         return kept | set(ranked[: self.best])
 
     def names(self, step: int) -> bool:

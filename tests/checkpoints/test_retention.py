@@ -22,7 +22,7 @@ RULES = [
     (fk.Keep(last=1, every=3), {3, 6, 9}),
     (fk.Keep(last=1, milestones=True), {0, 1, 2, 4, 8, 9}),
     (fk.Keep(last=1, best=1), {4, 9}),  # of equal ones the newest
-    (fk.Keep(last=1, best=2, largest=True), {5, 9}),
+    (fk.Keep(last=1, best=2), {2, 4, 9}),
     (fk.Keep(last=2, every=5, milestones=True, best=1), {0, 1, 2, 4, 5, 8, 9}),
     (fk.Keep(last=50, best=50), set(METRICS)),
 ]
@@ -106,7 +106,6 @@ def write_folders(root, manifests):
         every=st.none() | st.integers(1, 9),
         milestones=st.booleans(),
         best=st.integers(0, 2),
-        largest=st.booleans(),
     ),
     st.data(),
 )
