@@ -1,7 +1,7 @@
 """Log the gradient norm of each layer, with the step written out.
 
-Do not log norms of `.grad`: it holds a scaled sum, and of that one shard. `fk.grad_norms` gives
-the norms of the mean loss's gradient, the same in every layout.
+Do not log norms of `.grad`: it holds a scaled sum, and of that one shard. `fk.metrics.layer_norms`
+gives those of the mean loss's gradient, the same in every layout.
 """
 
 import torch
@@ -12,7 +12,6 @@ import forgekit as fk
 spec = fk.TransformerSpec(
     vocab_size=32, dim=16, layers=3, heads=2, kv_heads=1, ffn_dim=32, max_seq_len=16
 )
-PATTERNS = ["embedding.*", *(f"layers.{i}.*" for i in range(spec.layers)), "norm.*", "output.*"]
 
 
 def loss_fn(model, batch):
@@ -30,11 +29,11 @@ schedule = fk.optim.constant(1e-3)
 while state.step < 3:
     totals = fk.accumulate(state, rows(state.step).split(4), loss_fn)
     totals = fk.reduce_totals(totals, state)
-    norms = fk.grad_norms(state, totals, patterns=PATTERNS)  # between reduce_totals and update
+    norms = fk.metrics.layer_norms(state, totals)  # between reduce_totals and update
     correction = fk.clip(totals, max_norm=1.0)
     state = fk.update(state, correction, lr=schedule(state.step), totals=totals)
 
-for pattern, norm in norms.items():
-    print(f"{pattern:12} {norm:.4f}")
+for layer, norm in norms.items():
+    print(f"{layer:21} {norm:.4f}")
 together = torch.stack(list(norms.values())).square().sum().sqrt()
 print(f"together {together:.6f}, of the step {correction.grad_norm:.6f}")

@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -41,7 +40,7 @@ def shard(
     precision: Precision,
     *,
     inner: Collection[nn.Module] = (),
-    reshard_after_forward: bool | int = True,
+    reshard_after_forward: bool = True,
     cpu_offload: bool = False,
 ) -> None:
     """Wrap each block and then the roots in FSDP, in place.
@@ -57,24 +56,13 @@ def shard(
         inner: Roots whose output goes on to another pipeline stage as it is; that of the others
             is cast to float32.
         reshard_after_forward: Whether a block's parameters are freed after forward and gathered
-            again for backward; False keeps them (less communication, more memory), a number keeps
-            them sharded over groups of so many neighbours.
+            again for backward; False keeps them (less communication, more memory).
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
-
-    Raises:
-        ValueError: If ``reshard_after_forward`` cannot be arranged on this mesh.
     """
-    reshards = reshard_after_forward
-    if not isinstance(reshards, bool) and mesh.size() != dist.get_world_size():
-        # Each of them would make a mesh of its own, and process groups are made by all together.
-        raise ValueError(
-            f"reshard_after_forward={reshards} needs all {dist.get_world_size()} ranks on "
-            f"dp_replicate, dp_shard and cp, which have {mesh.size()}. Use True or False."
-        )
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": _offload_policy(mesh, cpu_offload)}
     for block in blocks:
         policy = _block_policy(precision, block)
-        fully_shard(block, mp_policy=policy, reshard_after_forward=reshards, **options)
+        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard_after_forward, **options)
     for root in roots:
         # The output is cast on the root only; on a block it would break the next block.
         output = None if root in inner else torch.float32
@@ -95,7 +83,7 @@ def shard_experts(
     view: DeviceMesh,
     precision: Precision,
     *,
-    reshard_after_forward: bool | int = True,
+    reshard_after_forward: bool = True,
     cpu_offload: bool = False,
 ) -> None:
     """Wrap modules of experts in FSDP over the ranks that hold the same experts, in place.
@@ -117,7 +105,7 @@ def shard_experts(
             module,
             mesh=mesh,
             mp_policy=_block_policy(precision, module),
-            reshard_after_forward=bool(reshard_after_forward),
+            reshard_after_forward=reshard_after_forward,
             offload_policy=_offload_policy(mesh, cpu_offload),
             shard_placement_fn=lambda _: Shard(1),
         )

@@ -70,7 +70,7 @@ class Options:
     plan: Plan | None
     blocks: str | None
     head: str | None
-    reshard_after_forward: bool | int
+    reshard_after_forward: bool
     cpu_offload: bool
     batch_invariant: bool
     seed: int
@@ -91,7 +91,7 @@ def parallelize(
     plan: Plan | None = None,
     blocks: str | None = None,
     head: str | None = None,
-    reshard_after_forward: bool | int = True,
+    reshard_after_forward: bool = True,
     cpu_offload: bool = False,
     batch_invariant: bool = False,
     seed: int = 0,
@@ -131,8 +131,8 @@ def parallelize(
             as ``"lm_head"``; from then on it does: ``model(ids, head=partial(
             forgekit.linear_cross_entropy, labels=labels))`` never holds logits.
         reshard_after_forward: Whether FSDP frees a block's parameters between forward and
-            backward; a number keeps them within groups of so many neighbours. Pipeline stages
-            keep them for the whole step: a backward in two parts needs them in both.
+            backward. Pipeline stages keep them for the whole step: a backward in two parts needs
+            them in both.
         cpu_offload: Whether shards, gradients and optimizer state live in host memory.
         batch_invariant: Whether a token's logits have the same bits whatever is computed beside
             it; see ``Transformer``. One that was built so stays so.

@@ -7,7 +7,6 @@ wants the gradient of the mean loss per target: the one that a single process wo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -58,10 +57,8 @@ def gradients(state: TrainState, totals: Totals, *, pattern: str = "*") -> dict[
     }
 
 
-def grad_norms(
-    state: TrainState, totals: Totals, *, patterns: Sequence[str] | None = None
-) -> dict[str, Tensor]:
-    """Give the L2 norms of the token-mean loss's gradients, by parameter or by pattern of names.
+def grad_norms(state: TrainState, totals: Totals) -> dict[str, Tensor]:
+    """Give the L2 norms of the token-mean loss's gradients, by parameter.
 
     Every rank calls it: one collective, of a number for each parameter. Call it between
     ``reduce_totals`` and ``update``. Nothing is read by the host.
@@ -69,8 +66,6 @@ def grad_norms(
     Args:
         state: The state whose gradients ``accumulate`` left; nothing in it changes.
         totals: Reduced totals.
-        patterns: Such as ``["embedding.*", "layers.0.*"]``: one norm for all parameters that match
-            each. None gives every parameter's own.
 
     Returns:
         ``[]`` float64 each, before clipping, the same on every rank: of the whole parameters, those
@@ -78,17 +73,11 @@ def grad_norms(
 
     Raises:
         KeyError: If the totals were not reduced.
-        ValueError: If a pattern matches no parameter.
     """
     unit = _unit(totals)
     release(fsdp_modules(*state.layout.roots(state.model)))
-    names = _names(state, totals)
-    groups = {name: [name] for name in names} if patterns is None else _matches(names, patterns)
-    squares = _squares(state, names)
-    return {
-        key: unit * torch.stack([squares[name] for name in members]).sum().sqrt()
-        for key, members in groups.items()
-    }
+    squares = _squares(state, _names(state, totals))
+    return {name: unit * square.sqrt() for name, square in squares.items()}
 
 
 def _unit(totals: Totals) -> Tensor:
@@ -103,15 +92,6 @@ def _names(state: TrainState, totals: Totals) -> list[str]:
     if (agreed_names := totals.checked.agreed_names) is not None:
         return list(agreed_names.parameters)
     return [name for name, _ in state.model.named_parameters()]
-
-
-def _matches(names: list[str], patterns: Sequence[str]) -> dict[str, list[str]]:
-    matches = {p: [name for name in names if fnmatchcase(name, p)] for p in patterns}
-    if missing := [pattern for pattern, members in matches.items() if not members]:
-        raise ValueError(
-            f"the patterns {missing} match no parameter; use 'layers.0.*' or {names[:4]}."
-        )
-    return matches
 
 
 def _squares(state: TrainState, names: list[str]) -> dict[str, Tensor]:

@@ -28,11 +28,10 @@ HSDP = {"dp_replicate": 2, "dp_shard": 2}
 OPTIONS = (
     {},
     {"reshard_after_forward": False},
-    {"reshard_after_forward": 2},
     {"cpu_offload": True},
 )
 MODES = [({}, "last"), ({}, "every"), (HSDP, "hsdp_last")]
-CHOSEN = [(HSDP, "hsdp_last", OPTIONS[1]), ({}, "last", OPTIONS[2]), ({}, "every", OPTIONS[3])]
+CHOSEN = [(HSDP, "hsdp_last", OPTIONS[1]), ({}, "every", OPTIONS[2])]
 
 
 def _gradients(rank, world, rows):
@@ -60,7 +59,7 @@ def test_no_option_changes_the_gradient(rows):
 def _gathered():
     """Of a block's weight what forward keeps, and gathers and collectives, by option."""
     counted = {}
-    for reshards in (True, 2, False):
+    for reshards in (True, False):
         model = lay_out(fk.Transformer(DEEP), reshard_after_forward=reshards).model
         with Watch() as forward:
             logits = model(IDS)
@@ -106,14 +105,11 @@ def _collectives(rank, world):
     root = LAYERS + 1  # stays gathered: backward begins with it
     assert _gathered() == {
         True: (1 / 4, root, LAYERS, LAYERS + root),
-        2: (1 / 2, root, LAYERS, LAYERS + root),
         False: (1, root, 0, root),
     }
     # With the root's own parameters the first block is the second to be gathered.
     assert _ahead() == ([3, 4, 5, 5], [2, 3, 4, 4])
     assert _reductions(rank, world) == {"last": (1, 1), "every": (3, 3), "hsdp_last": (3, 1)}
-    with pytest.raises(ValueError, match=r"^reshard_after_forward=2 needs all 4 ranks on dp_repl"):
-        lay_out(fk.Transformer(DEEP), {"tp": 2}, reshard_after_forward=2)
 
 
 def test_options_decide_what_stays_and_what_is_gathered_and_reduced_when():

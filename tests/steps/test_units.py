@@ -21,7 +21,6 @@ LAYOUTS = {
     "pp2-fsdp2": ({"pp": 2}, 4),
 }
 EVEN = attrs.evolve(SPEC, vocab_size=38)
-PATTERNS = ["layers.0.*", "*"]
 
 
 def _rows(readers):
@@ -35,9 +34,9 @@ def _measure(rank, world, layout):
     batches = [row[reader] for row in _rows(readers)]
     totals = fk.reduce_totals(fk.accumulate(state, batches, logits_loss), state)
     norms = fk.grad_norms(state, totals)
-    groups = fk.grad_norms(state, totals, patterns=PATTERNS)
+    layers = fk.metrics.layer_norms(state, totals)
     found = {n: full(g).clone() for n, g in fk.gradients(state, totals).items()}
-    return found, norms, groups, float(fk.clip(totals).grad_norm)
+    return found, norms, layers, float(fk.clip(totals).grad_norm)
 
 
 @pytest.mark.parametrize("name", some_of(LAYOUTS, *(LAYOUTS.keys() - {"tp2", "pp2-fsdp2"})))
@@ -49,27 +48,25 @@ def test_gradients_and_norms_are_those_of_one_process(name):
     largest = max(float(g.abs().max()) for g in expected.values())
     everything = {n: g for gradients, *_ in found for n, g in gradients.items()}
     assert everything.keys() == expected.keys()
-    for gradients, norms, groups, total in found:
+    for gradients, norms, layers, total in found:
         for n, gradient in gradients.items():
             assert float((gradient - expected[n]).abs().max()) < 1e-10 * largest
         assert {n: float(v) for n, v in norms.items()} == pytest.approx(
             {n: float(g.norm()) for n, g in expected.items()}, rel=1e-9, abs=1e-12
         )
         layer = [g for n, g in expected.items() if n.startswith("layers.0.")]
-        assert float(groups["layers.0.*"]) == pytest.approx(
+        assert float(layers["grad_norm/layers.0"]) == pytest.approx(
             float(torch.cat([g.flatten() for g in layer]).norm()), rel=1e-9
         )
-        assert float(groups["*"]) == pytest.approx(total, rel=1e-9)
+        assert float(sum(n.square() for n in layers.values()) ** 0.5) == pytest.approx(total)
 
 
-def test_of_frozen_parameters_and_without_targets_norms_are_zero_and_a_pattern_matches():
+def test_of_frozen_parameters_and_without_targets_norms_are_zero():
     state, batch = build_state({}, 1), global_batch(1)[0][0]
     state.model.embedding.weight.requires_grad_(False)
     totals = fk.reduce_totals(fk.accumulate(state, [batch], logits_loss), state)
     assert "embedding.weight" not in fk.gradients(state, totals)
     assert float(fk.grad_norms(state, totals)["embedding.weight"]) == 0.0
-    with pytest.raises(ValueError, match=r"\['layer.0'\] match no parameter.*'layers.0.\*'"):
-        fk.grad_norms(state, totals, patterns=["*", "layer.0"])
     batch["labels"].fill_(-100)
     totals = fk.reduce_totals(fk.accumulate(state, [batch], logits_loss), state)
     assert all(float(norm) == 0.0 for norm in fk.grad_norms(state, totals).values())
