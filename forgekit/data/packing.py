@@ -29,7 +29,7 @@ from forgekit.hashing import digest, tokenizer_of
 
 Ints = NDArray[np.int64]
 PackingMethod = Literal["best_fit", "sequential"]
-LongDocuments = Literal["split", "error", "drop"]
+LongDocuments = Literal["split", "error"]
 
 PACKING = 2
 """Incremented when ``pack`` makes other bins of the same arguments."""
@@ -60,7 +60,6 @@ class Bins:
         lengths: ``[pieces]`` int64 tokens of the piece.
         align: Pieces are padded to multiples of it.
         capacity: Positions in a bin; by default those of the fullest bin.
-        dropped: Documents that were left out because they are longer than a bin.
         path: The file that the arrays are mapped from; None if they are in memory.
 
     Raises:
@@ -78,7 +77,6 @@ class Bins:
     lengths: NDArray[np.int64] = attrs.field(converter=_int64, repr=False)
     align: int = attrs.field(default=1, kw_only=True)
     capacity: int = attrs.field(default=attrs.Factory(_fullest, takes_self=True), kw_only=True)
-    dropped: int = attrs.field(default=0, kw_only=True)
     path: Path | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
@@ -112,7 +110,7 @@ class Bins:
     def fingerprint(self) -> str:
         """Fingerprint of the bins: equal strings mean equal pieces in each. Reads all arrays."""
         arrays = (getattr(self, name) for name in ARRAYS)
-        return digest(self.capacity, self.align, self.dropped, *arrays)
+        return digest(self.capacity, self.align, 0, *arrays)  # 0: kept from before
 
 
 def pad_lengths(lengths: NDArray[np.int64], align: int) -> NDArray[np.int64]:
@@ -149,8 +147,7 @@ def pack(
         align: Each piece is padded to a multiple of this: ``2 * cp`` for context parallelism by
             document, or what a kernel requires.
         long: What happens to documents longer than ``capacity``: ``"split"`` makes pieces of
-            ``capacity`` and a rest, ``"error"`` raises, ``"drop"`` leaves them out and counts them
-            in ``Bins.dropped``.
+            ``capacity`` and a rest, ``"error"`` raises.
 
     Returns:
         The bins, in the order in which they were begun; documents in a bin keep their own order.
@@ -177,14 +174,12 @@ def pack(
     if capacity % align:
         nearest = nearest_multiples(capacity, align)
         raise ValueError(f"capacity {capacity} must be divisible by align {align}; {nearest}.")
-    dropped, is_long = 0, tokens > capacity
+    is_long = tokens > capacity
     if long == "error" and is_long.any():
         raise ValueError(
             f"document {is_long.argmax()} has {tokens[is_long][0]} tokens; a bin has {capacity} "
-            'positions. Pass long="split" or long="drop", or a larger capacity.'
+            'positions. Pass long="split", or a larger capacity.'
         )
-    if long == "drop":
-        dropped, tokens = int(is_long.sum()), np.where(is_long, 0, tokens)
     counts = -(-tokens // capacity)
     documents = np.repeat(np.arange(len(tokens)), counts)
     starts = (np.arange(len(documents)) - (np.cumsum(counts) - counts)[documents]) * capacity
@@ -195,7 +190,7 @@ def pack(
     order = np.argsort(bin_of, kind="stable")
     offsets = np.concatenate([[0], np.cumsum(np.bincount(bin_of))])
     columns = (column[order] for column in (documents, starts, pieces))
-    return Bins(offsets, *columns, capacity=capacity, align=align, dropped=dropped)
+    return Bins(offsets, *columns, capacity=capacity, align=align)
 
 
 def cached_bins(
@@ -258,10 +253,10 @@ def open_bins(file: Path) -> Bins:
     """
     try:
         stored = np.load(file, mmap_mode="r", allow_pickle=False).view(np.ndarray)
-        checksum, capacity, align, dropped = stored[:, -1].tolist()
+        checksum, capacity, align, _ = stored[:, -1].tolist()
         offsets, *pieces = stored[:, :-1]
         count = np.searchsorted(offsets, len(offsets) - 1)
-        sizes = {"capacity": capacity, "align": align, "dropped": dropped}
+        sizes = {"capacity": capacity, "align": align}
         bins = Bins(offsets[: count + 1], *(column[:-1] for column in pieces), **sizes, path=file)
     except Exception as error:  # numpy raises anything for a damaged header
         raise ValueError(f"{file} cannot be read ({error}). Delete it, and pack again.") from None
@@ -273,13 +268,13 @@ def open_bins(file: Path) -> Bins:
 def _save(bins: Bins, file: Path) -> None:
     """Write ``[4, pieces + 2]`` int64: the offsets, padded with the last one, and the pieces.
 
-    The last column holds a checksum, the capacity, the alignment and how many were dropped.
+    The last column holds a checksum, the capacity, the alignment and 0.
     """
     pieces = len(bins.documents)
     stored = np.full((4, pieces + 2), pieces)
     stored[0, : len(bins.offsets)] = bins.offsets
     stored[1:, :pieces] = bins.documents, bins.starts, bins.lengths
-    stored[:, -1] = _number_of(bins.fingerprint), bins.capacity, bins.align, bins.dropped
+    stored[:, -1] = _number_of(bins.fingerprint), bins.capacity, bins.align, 0
     file.parent.mkdir(parents=True, exist_ok=True)
     new = file.with_name(f".{file.stem}.{uuid.uuid4().hex}.npy")
     np.save(new, stored)

@@ -81,20 +81,18 @@ def test_bins_are_those_of_the_naive_packers(problem):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@given(problem=problems(longest=3.5), long=st.sampled_from(["split", "drop"]))
+@given(problem=problems(longest=3.5))
 @settings(max_examples=50, deadline=None)
-def test_every_token_is_in_a_bin_once_and_every_rule_is_kept(method, problem, long):
+def test_every_token_is_in_a_bin_once_and_every_rule_is_kept(method, problem):
     lengths, options = problem
-    bins = pack(lengths, method=method, long=long, **options)
+    bins = pack(lengths, method=method, **options)
     capacity, align = options["capacity"], options["align"]
-    kept = [0 if long == "drop" and length > capacity else length for length in lengths]
-    assert bins.dropped == sum(length > capacity for length in lengths if long == "drop")
     assert (bins.capacity, bins.align) == (capacity, align)
 
     pieces = zip(bins.documents.tolist(), bins.starts.tolist(), bins.lengths.tolist(), strict=True)
     tokens = [(d, token) for d, start, n in pieces for token in range(start, start + n)]
-    assert sorted(tokens) == [(d, token) for d, n in enumerate(kept) for token in range(n)]
-    whole = [d for d, n in enumerate(kept) if 0 < n <= capacity]
+    assert sorted(tokens) == [(d, token) for d, n in enumerate(lengths) for token in range(n)]
+    whole = [d for d, n in enumerate(lengths) if 0 < n <= capacity]
     assert [bins.documents.tolist().count(d) for d in whole] == [1] * len(whole)
     for documents, sizes in zip(in_bins(bins), in_bins(bins, "lengths"), strict=True):
         assert sum(-(-size // align) * align for size in sizes) <= capacity
@@ -124,15 +122,15 @@ LENGTHS = [3, 6, 4, 2, 9, 1, 1]
 
 def test_bins_on_disk_are_those_of_their_arguments_and_found_again(tmp_path):
     folder, paths = tmp_path / "a" / "bins", set()
-    others = [{}, {"capacity": 16}, {"method": "sequential"}, {"align": 2}, {"long": "drop"}]
+    others = [{}, {"capacity": 16}, {"method": "sequential"}, {"align": 2}]
     for lengths, other in [([*LENGTHS[:-1], 2], {}), *((LENGTHS, other) for other in others)]:
         bins = cached_bins(folder, lengths, **{"capacity": 8, **other})
         expected = pack(lengths, **{"capacity": 8, **other})
-        assert (bins.fingerprint, bins.dropped) == (expected.fingerprint, expected.dropped)
+        assert bins.fingerprint == expected.fingerprint
         assert not bins.lengths.flags.writeable
         paths.add(bins.path)
     assert {*folder.iterdir()} == paths
-    assert len(paths) == 6
+    assert len(paths) == 5
     inodes = {path.stat().st_ino for path in paths}
     again = cached_bins(folder, np.array(LENGTHS), np.int64(8), align=np.int8(1))
     assert again.fingerprint == pack(LENGTHS, 8).fingerprint
