@@ -81,7 +81,7 @@ def stream_documents(
             stream: fk.data.DocumentStream = attrs.field(repr=False)
 
     Args:
-        documents: What ``text_documents``, ``huggingface_documents``, ``token_documents`` or
+        documents: What ``text_documents``, ``huggingface_documents`` or
             ``random_documents`` returns, or a list of texts or arrays.
         seq_len: Positions in a row.
         batch_size: Rows per rank and micro-batch.
@@ -152,11 +152,6 @@ class DocumentStream:
     def wait_seconds(self) -> float:
         """How long the consumer has waited, over all micro-batches."""
         return self._reader.wait_seconds
-
-    @property
-    def rows(self) -> int:
-        """Rows with targets that this rank has read; how many the others have it cannot know."""
-        return self.cursor.rows
 
     @property
     def is_endless(self) -> bool:
@@ -238,14 +233,12 @@ class Cursor:
         position: The source's, before the document that the next row begins in.
         inside: Tokens of that document before the next row.
         epoch: How often the source was read to its end.
-        rows: Rows with targets so far.
         broken: Documents left out so far because they could not be read.
     """
 
     position: Any = None
     inside: int = 0
     epoch: int = 0
-    rows: int = 0
     broken: int = 0
 
 
@@ -263,11 +256,10 @@ class DocumentRows:
 
     def read(self, cursor: Cursor, part: int, parts: int) -> Iterator[tuple[TensorDict, Cursor]]:
         """Yield micro-batches, each with the cursor after it, as one reader of several."""
-        rows, count = self._rows(cursor, part, parts), cursor.rows
+        rows = self._rows(cursor, part, parts)
         while batch := list(itertools.islice(rows, self.batch_size)):
-            count += len(batch)
             _, after = batch[-1]
-            yield self.batch([pieces for pieces, _ in batch]), attrs.evolve(after, rows=count)
+            yield self.batch([pieces for pieces, _ in batch]), after
 
     def batch(self, rows: list[list[Piece]]) -> TensorDict:
         """Build a micro-batch; rows that the data do not fill are padding."""
