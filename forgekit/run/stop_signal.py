@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import signal
 import threading
@@ -35,8 +34,6 @@ LOOK_S = 0.25
 DATA_PACKAGE = "forgekit.data."
 ASK_S = 1.0
 """Interval of calls of ``also``."""
-LATE_S = 60.0
-"""Time after which a call of ``also`` that has not returned is reported."""
 
 _log = logging.getLogger("forgekit")
 
@@ -61,8 +58,8 @@ class StopSignal:
         file: Ask to stop once this path exists.
         also: Asked about once a second whether to stop, such as for a cloud's notice of preemption:
             a text says why, True is enough, anything false goes on. It is asked in a thread, so
-            that no step waits for it; if it raises or does not answer, a warning says so, once, and
-            the run goes on and asks again. One rank that knows is enough. A function in which ranks
+            that no step waits for it; if it raises, a warning says so, once, and the run goes on
+            and asks again. One rank that knows is enough. A function in which ranks
             wait for each other, such as Ray's ``get_preemption_info``, is given to all of them.
         patience_s: Seconds that data may take at a time after a signal: a loader that is stuck
             never reaches the next vote. The run then ends with its last
@@ -112,7 +109,6 @@ class StopSignal:
             if not is_ignored(number)
         }
         self._closed, self._has_warned = threading.Event(), False
-        self._asked = math.inf  # since when a call of `also` has not returned
         if also is not None:
             # A daemon: a call that never returns must not keep the process alive.
             threading.Thread(target=self._ask, args=(also,), daemon=True).start()
@@ -185,8 +181,6 @@ class StopSignal:
         return self._reason
 
     def _look(self) -> str | None:
-        if time.monotonic() - self._asked >= LATE_S:
-            self._warn(f"has not answered for {LATE_S:g} s")
         if self._budget_s is not None and time.monotonic() - self._started >= self._budget_s:
             return f"budget {self._budget_s:g} s"
         if self._file is not None and self._file.exists():
@@ -199,13 +193,11 @@ class StopSignal:
         """Call ``also`` until it returns a reason; the body of a thread."""
         name = getattr(also, "__name__", "also")
         while self._reason is None and not self._closed.is_set():
-            self._asked = time.monotonic()
             try:
                 if answer := also():  # the truth value of an array raises, for one
                     self.request(answer if isinstance(answer, str) else name)
             except BaseException as error:  # a SystemExit would end the thread silently
                 self._warn(f"raised {type(error).__name__}: {error}")
-            self._asked = math.inf
             self._closed.wait(ASK_S)
 
     def _warn(self, problem: str) -> None:

@@ -112,9 +112,8 @@ def test_what_else_asks_for_a_stop_is_a_vote(monkeypatch, answer, reason):
     wait_for(lambda: not asked[0].is_alive())
 
 
-def test_a_question_that_raises_or_hangs_is_said_once_and_costs_no_step(monkeypatch, caplog):
+def test_a_question_that_raises_is_said_once_and_costs_no_step(monkeypatch, caplog):
     monkeypatch.setattr(stop_signal, "ASK_S", 0.01)
-    monkeypatch.setattr(stop_signal, "LATE_S", 0.05)
     both, answered = torch.tensor([True, False]), threading.Event()
     answers = [OSError("timed out"), both, SystemExit(3), OSError("again")]
 
@@ -126,17 +125,14 @@ def test_a_question_that_raises_or_hangs_is_said_once_and_costs_no_step(monkeypa
         answered.wait()
         return "notice"
 
-    for problem in ("raised OSError: again", "has not answered for 0.05 s"):
-        with StopSignal(signals=(), also=notice) as stop:
-            wait_for(lambda: not answers)
-            time.sleep(0.1)
-            assert stop.vote() == 0.0
-            answered.set()
-            wait_for(lambda: stop.vote() == 1.0)
-        (said,) = caplog.messages
-        assert problem in said
-        caplog.clear()
-        answered.clear()
+    with StopSignal(signals=(), also=notice) as stop:
+        wait_for(lambda: not answers)
+        time.sleep(0.1)
+        assert stop.vote() == 0.0
+        answered.set()
+        wait_for(lambda: stop.vote() == 1.0)
+    (said,) = caplog.messages
+    assert "raised OSError: again" in said
 
 
 def _orphaned(rank, world):
