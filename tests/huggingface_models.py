@@ -47,7 +47,7 @@ MODELS = {
     "Llama llama3": rope("llama3", factor=4.0, **BANDS),
     "Llama yarn": rope("yarn", **YARN),
     "Llama yarn, attention_factor": rope("yarn", **YARN, attention_factor=1.3),
-    "Llama yarn, mscale": rope("yarn", **YARN, mscale=0.7, mscale_all_dim=1.4, truncate=False),
+    "Llama yarn, whole channels": rope("yarn", **YARN, truncate=False),
     "Mistral": {"sliding_window": 24, "max_position_embeddings": 24},
     "Qwen2": {},
     "Qwen2 tied": {"tie_word_embeddings": True, **rope("yarn", **YARN)},

@@ -6,7 +6,6 @@ one falls back to a theta of 10,000 where it finds the other alone, so both are 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -25,7 +24,7 @@ NUMBERS = MappingProxyType(
 """Kinds of scaling, and keys with the same name on disk and here."""
 
 ORIGINAL = "original_max_position_embeddings"
-OTHERS = frozenset({"rope_type", "type", "rope_theta", ORIGINAL, "mscale", "mscale_all_dim"})
+OTHERS = frozenset({"rope_type", "type", "rope_theta", ORIGINAL})
 
 
 def read_rope(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScaling | None]:
@@ -77,12 +76,4 @@ def _scaling(kind: Any, fields: Mapping[str, Any], config: Mapping[str, Any]) ->
         longest = config["max_position_embeddings"]
         length = config.get(ORIGINAL) or fields.get(ORIGINAL) or longest
         given = {"factor": longest / length, **given, "original_max_seq_len": length}
-    if fields.get("mscale") and fields.get("mscale_all_dim") and "attention_factor" not in given:
-        keys = ("mscale", "mscale_all_dim")
-        scale, scale_all = (_mscale(given["factor"], fields[key]) for key in keys)
-        given["attention_factor"] = scale / scale_all
     return RopeScaling(kind=kind, **given)
-
-
-def _mscale(factor: float, scale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
