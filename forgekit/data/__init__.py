@@ -14,7 +14,6 @@ from forgekit.data.tokenizer import (
 )
 from forgekit.data.token_files import (
     open_tokens as open_tokens,
-    token_documents as token_documents,
 )
 from forgekit.data.prepare_corpus import prepare as prepare
 from forgekit.data.packing import (

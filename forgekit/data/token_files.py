@@ -20,7 +20,6 @@ import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.checks import check_integers
-from forgekit.data.documents import NumberedDocuments, check_ids
+from forgekit.data.documents import check_ids
 from forgekit.files import atomic_directory, restore_replaced
 from forgekit.remote.block_cache import (
     BLOCK_BYTES,
@@ -328,32 +327,6 @@ def is_token_file(path: str | os.PathLike[str], *, besides: Iterable[str] = ()) 
         return False
     names = {INDEX, OFFSETS, *besides, *map(_shard_name, range(len(index["shards"])))}
     return names >= {entry.name for entry in folder.iterdir()}
-
-
-def token_documents(path: str | os.PathLike[str] | TokenFile) -> NumberedDocuments:
-    """Read the documents of a token file, without their end-of-document ids.
-
-    Args:
-        path: What ``write_tokens`` wrote, or what ``open_tokens`` returned.
-
-    Returns:
-        A source for ``stream_documents``. Iterating it gives arrays.
-
-    Examples:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = write_tokens(f"{folder}/a", [[1, 2], [3]], vocab_size=4, eos_id=0)
-        ...     [ids.tolist() for ids in token_documents(f"{folder}/a")]
-        [[1, 2], [3]]
-    """
-    file = path if isinstance(path, TokenFile) else open_tokens(path)
-    ids_of = partial(_ids_in_file, file)
-    return NumberedDocuments(str(file.path), file.fingerprint, file.documents, ids_of)
-
-
-def _ids_in_file(file: TokenFile, number: int) -> NDArray[np.int64]:
-    start, stop = file.offsets[number : number + 2].tolist()
-    return file.read(start, stop - 1)
 
 
 def _read_index(folder: Location) -> dict[str, Any]:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from forgekit.data.documents import as_documents, random_documents
-from forgekit.data.token_files import open_tokens, token_documents, write_tokens
 
 
-def test_random_documents_are_those_of_their_seed_and_even_and_come_back_from_a_token_file(
-    tmp_path,
-):
+def test_random_documents_are_those_of_their_seed_and_even():
     documents = random_documents(11, 300, longest=50, shortest=20, seed=3)
     lengths = [len(ids) for ids in documents]
     assert set(lengths) == set(range(20, 51))
@@ -20,13 +17,9 @@ def test_random_documents_are_those_of_their_seed_and_even_and_come_back_from_a_
     other = random_documents(11, 300, longest=50, shortest=20, seed=4)
     assert [ids.tolist() for ids in other] != [ids.tolist() for ids in documents]
     assert other.fingerprint != documents.fingerprint
-    file = write_tokens(tmp_path / "a", documents, vocab_size=11, eos_id=0, shard_tokens=700)
-    again = token_documents(tmp_path / "a")
-    assert [ids.tolist() for ids in again] == [ids.tolist() for ids in documents]
-    assert again.fingerprint == file.fingerprint
-    records = list(token_documents(open_tokens(tmp_path / "a")).read(7, part=1, parts=3))
+    records = list(documents.read(7, part=1, parts=3))
     names = [record.name for record in records[:2]]
-    assert names == [f"{tmp_path}/a, document {number}" for number in (7, 10)]
+    assert names == [f"random tokens, document {number}" for number in (7, 10)]
 
 
 def test_a_collection_may_hold_texts_arrays_or_named_ones():
