@@ -86,11 +86,6 @@ def _check_rows(spec: TransformerSpec, _field: Any, tokens: int | None) -> None:
         )
 
 
-def _values(spec: TransformerSpec) -> tuple[Any, ...]:
-    same = attrs.evolve(spec, unpadded_vocab_size=spec.tokens)
-    return attrs.astuple(same, recurse=False)
-
-
 @attrs.frozen(kw_only=True)
 class TransformerSpec:
     """Sizes of a ``Transformer``.
@@ -133,13 +128,6 @@ class TransformerSpec:
     rope_scaling: RopeScaling | None = None
     unpadded_vocab_size: int | None = field(default=None, validator=(optional(ge(1)), _check_rows))
     qkv_bias: bool = False
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both compute the same; the ways to specify no padding are equal."""
-        return type(other) is type(self) and _values(self) == _values(other)
-
-    def __hash__(self) -> int:
-        return hash(_values(self))
 
     @property
     def tokens(self) -> int:

@@ -208,7 +208,7 @@ def test_both_spellings_of_rope_are_written_and_each_is_read(scaling, gone):
     spec = attrs.evolve(SMALL, rope_theta=500.0, rope_scaling=scaling)
     config = families.FAMILIES[0].write(spec)
     kept = {key: value for key, value in config.items() if key not in gone}
-    assert families.FAMILIES[0].read(kept) == spec
+    assert families.compare_specs(families.FAMILIES[0].read(kept), spec) == []
 
 
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
