@@ -87,6 +87,7 @@ FITTING: dict[str, Any] = {
 }
 PER_TOKEN: dict[str, Any] = {
     r"answer 0: trained has shape \(\).* 3 new tokens": {"trained": [True, True]},
+    r"answer 0: trained has shape \(1,\)": {"trained": [[True], [True]]},
     r"answer 1: trained has shape \(1, 1\)": {"trained": [None, [[True]]]},
     r"answer 0: trained of token 1 is 0.5": {"trained": [[1, 0.5, 0], None]},
     r"answer 0: log_probs has shape \(1,\)": {"log_probs": [[-1.0], ONE]},

@@ -267,6 +267,19 @@ def test_gradients_of_penalties_are_what_their_docstring_says(kind, ratio, off_p
         assert exact == (set() if off_policy else {unbiased})
 
 
+@pytest.mark.parametrize("scale", ["std", None])
+def test_advantages_are_those_of_groups_in_any_order(scale):
+    rewards = torch.randn(12, generator=torch.Generator().manual_seed(0)).double()
+    groups = [f"prompt {n % 4}" for n in range(12)]
+    advantages = group_advantages(rewards, groups, scale=scale)
+    for first in range(4):
+        of_group = rewards[first::4]
+        expected = of_group - of_group.mean()
+        expected = expected / of_group.std(correction=0) if scale else expected
+        torch.testing.assert_close(advantages[first::4], expected, rtol=0, atol=1e-13)
+    assert group_advantages([7.0, 0.0], ["alone", "too"], scale=scale).tolist() == [0.0, 0.0]
+
+
 def test_a_reward_is_a_number():
     with pytest.raises(ValueError, match=r"answer 2 \(group 'b'\) is nan"):
         group_advantages([1.0, 0.0, float("nan")], ["a", "a", "b"])
