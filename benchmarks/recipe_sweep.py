@@ -122,7 +122,7 @@ SETS: dict[str, list[Case]] = {
         MUON(shape="rex"),
         MUON(weight_decay=0.0),
     ],
-    "chosen": [MUON(warmup=20), MUON(scale=6.0), BEFORE, ADAMW(lr=6e-3)],
+    "chosen": [MUON(warmup=20), MUON(scale=6.0), BEFORE, ADAMW(lr=3e-3), ADAMW(lr=6e-3)],
     "norms": [Case(max_norm=norm) for norm in (0.3, 1e9)],
 }
 

@@ -27,7 +27,7 @@ SMALL = fk.TransformerSpec(
     moe=EXPERTS,
 )
 MUON = partial(fk.muon, momentum=0.85, betas=(0.8, 0.95), rest_lr_scale=4.0)
-OPTIMIZERS = {"muon": (MUON, 1e-2), "adamw": (fk.adamw, 6e-3)}
+OPTIMIZERS = {"muon": (MUON, 1e-2), "adamw": (fk.adamw, 3e-3)}
 
 
 @attrs.frozen(kw_only=True)

@@ -18,7 +18,7 @@ SMALL = fk.TransformerSpec(
     vocab_size=4096, dim=192, layers=4, heads=4, kv_heads=2, ffn_dim=512, max_seq_len=256, tied=True
 )
 MUON = partial(fk.muon, momentum=0.85, betas=(0.8, 0.95), rest_lr_scale=4.0)
-OPTIMIZERS = {"muon": (MUON, 1e-2), "adamw": (fk.adamw, 6e-3)}
+OPTIMIZERS = {"muon": (MUON, 1e-2), "adamw": (fk.adamw, 3e-3)}
 
 
 @attrs.frozen(kw_only=True)
