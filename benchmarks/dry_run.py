@@ -6,11 +6,12 @@ leaves between is not. Beside it stands the sum that one does in one's head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 import torch
-from bare import head_loss
+from bare import head_loss, our_step
 from structure import Counted, saving
 from tensordict import TensorDict
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import forgekit as fk
 from forgekit.parallel.activation_checkpoint import recompute
 
-__all__ = ["SEVEN_BILLION", "Memory", "dry_run"]
+__all__ = ["SEVEN_BILLION", "Memory", "dry_run", "real_step"]
 
 SEVEN_BILLION = fk.TransformerSpec(
     vocab_size=32000, dim=4096, layers=32, heads=32, kv_heads=32, ffn_dim=11008, max_seq_len=4096
@@ -51,12 +52,8 @@ class Memory:
 
 def dry_run(spec: fk.TransformerSpec, rows: int, device: str = "cpu") -> Memory:
     """Take two steps of two micro-batches on fake tensors, and count the second."""
-    with torch.device("meta"):
-        model = fk.Transformer(spec)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = model.to_empty(device=device)
-        ids = torch.zeros(rows, spec.max_seq_len, dtype=torch.int64, device=device)
-        batch = TensorDict(input_ids=ids, labels=ids.clone(), batch_size=[rows])
+        model, batch = _build(spec, rows, device)
         block = _saved_by_a_block(model, spec, rows, device)
         for layer in model.layers:
             recompute(layer, "full")
@@ -70,6 +67,24 @@ def dry_run(spec: fk.TransformerSpec, rows: int, device: str = "cpu") -> Memory:
     hidden = rows * spec.max_seq_len * spec.dim * 4
     logits = 2 * spec.vocab_size * spec.dim * 4 + hidden
     return Memory(fixed, spec.layers * hidden, block, logits, counted.peak)
+
+
+def real_step(spec: fk.TransformerSpec, rows: int, device: str) -> Callable[[], Any]:
+    """Build the same step with values."""
+    model, batch = _build(spec, rows, device)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    for layer in model.layers:
+        recompute(layer, "full")
+    return our_step(model, [batch] * 2, head_loss)
+
+
+def _build(spec: fk.TransformerSpec, rows: int, device: str) -> tuple[Any, TensorDict]:
+    with torch.device("meta"):
+        model = fk.Transformer(spec)
+    ids = torch.zeros(rows, spec.max_seq_len, dtype=torch.int64, device=device)
+    batch = TensorDict(input_ids=ids, labels=ids.clone(), batch_size=[rows])
+    return model.to_empty(device=device), batch
 
 
 def _saved_by_a_block(model: Any, spec: fk.TransformerSpec, rows: int, device: str) -> int:

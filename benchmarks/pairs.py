@@ -8,6 +8,7 @@ ratio can be trusted is measured too: the baseline is built twice and compared w
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -64,6 +65,30 @@ def band(times: Times, again: str, baseline: str) -> float:
     lower = ratios[max(0, math.floor(len(ratios) / 2 - reach))]
     upper = ratios[min(len(ratios) - 1, math.ceil(len(ratios) / 2 + reach))]
     return max(abs(lower - 1), abs(upper - 1))
+
+
+def turn(run: Callable[[], object], device: str, times: int = 1) -> Callable[[], None]:
+    """Call several times and wait once, so that the host may run ahead as it does in training."""
+
+    def take() -> None:
+        for _ in range(times):
+            run()
+        if device != "cpu":
+            torch.get_device_module(device).synchronize()
+
+    return take
+
+
+def peak(run: Callable[[], object], device: str, *, growth: bool = True) -> float | None:
+    """GiB at the highest during a call, or the growth; None if the device does not count."""
+    module = torch.get_device_module(device)
+    if not hasattr(module, "reset_peak_memory_stats"):
+        return None
+    gc.collect()
+    before = module.memory_allocated() if growth else 0
+    module.reset_peak_memory_stats()
+    run()
+    return (module.max_memory_allocated() - before) / 2**30
 
 
 def machine() -> dict[str, object]:

@@ -7,6 +7,10 @@ token costs grows with the length, and these lengths are the middles of eight eq
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -39,15 +43,31 @@ class Foreign(nn.Module):
         return self.model(ids)
 
 
+def text_of(rows: int, length: int, spec: fk.TransformerSpec) -> torch.Tensor:
+    """Ids without 0, which would be padding to transformers."""
+    return 1 + torch.arange(rows * length).reshape(rows, -1) % (spec.vocab_size - 1)
+
+
+def in_transformers(model: fk.Transformer, folder: Path) -> Callable[..., torch.Tensor]:
+    """Load a model into transformers; what it returns continues a prompt greedily."""
+    weight = next(model.parameters())
+    fk.save_huggingface(model, folder / "llama", like="llama")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=weight.dtype)
+    theirs.to(weight.device)
+
+    def generate(prompt: torch.Tensor, count: int = NEW) -> torch.Tensor:
+        options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
+        return theirs.generate(prompt, pad_token_id=0, **options)
+
+    return generate
+
+
 @pytest.fixture(scope="module")
 def times(tmp_path_factory) -> Times:
     model = fk.Transformer(SPEC)
-    folder = tmp_path_factory.mktemp("model") / "llama"
-    fk.save_huggingface(model, folder, like="llama")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    # 0 would be padding to transformers.
-    text = 1 + torch.arange(ROWS * (PROMPT + NEW)).reshape(ROWS, -1) % (SPEC.vocab_size - 1)
-    prompt = text[:, :PROMPT]
+    text = text_of(ROWS, PROMPT + NEW, SPEC)
+    theirs = in_transformers(model, tmp_path_factory.mktemp("model"))
+    run_theirs = partial(theirs, text[:, :PROMPT])
 
     def make(some: nn.Module, count: int = NEW, length: int = PROMPT) -> torch.Tensor:
         return fk.generate(some, text[:, :length], max_new_tokens=count, temperature=0)
@@ -55,11 +75,6 @@ def times(tmp_path_factory) -> Times:
     def run_whole() -> None:
         for part in range(PARTS):
             make(Foreign(model), TIMED, PROMPT + NEW * (2 * part + 1) // (2 * PARTS))
-
-    def run_theirs(count: int = NEW) -> torch.Tensor:
-        return theirs.generate(
-            prompt, max_new_tokens=count, min_new_tokens=count, do_sample=False, pad_token_id=0
-        )
 
     assert torch.equal(make(model, 16), run_theirs(16))
     assert torch.equal(make(model, 16), make(Foreign(model), 16))

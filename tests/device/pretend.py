@@ -76,6 +76,7 @@ class Ledger:
 
 
 _open: list[Ledger] = []
+_refuses_waits = False
 _CPU = torch.device("cpu")
 
 
@@ -95,8 +96,16 @@ def watching() -> Iterator[Ledger]:
         _open.remove(ledger)
 
 
+def set_sync_debug_mode(mode: str) -> None:
+    """Refuse that the host waits, as ``torch.cuda.set_sync_debug_mode("error")`` does."""
+    global _refuses_waits
+    _refuses_waits = mode == "error"
+
+
 def _wait(what: str) -> None:
     """Let the host wait for the current stream, and note it."""
+    if _refuses_waits:
+        raise RuntimeError(f"called a synchronizing operation: {what}")
     if _open:
         frames = [f for f in traceback.extract_stack() if f.filename != __file__]
         lines = [f"{f.filename}:{f.lineno} {f.name}" for f in frames[-LINES:]]
@@ -466,6 +475,7 @@ def _backend() -> dict[str, Any]:
         "set_device": lambda _device: None,
         "device": lambda _device: nullcontext(),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+        "set_sync_debug_mode": set_sync_debug_mode,
         "manual_seed": manual_seed,
         "manual_seed_all": manual_seed,
         "initial_seed": lambda: _numbers.seed,

@@ -1,43 +1,123 @@
-"""``benchmarks/gpu.py`` from end to end on the pretend device, with tiny sizes."""
+"""``benchmarks/gpu.py``: every part on the pretend device, and runs that are cut off."""
 
 from __future__ import annotations
 
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
 import gpu
 import pytest
+import torch
 from device.pretend import NAME
 from pool import run_ranks
+from runs import draw_nothing, launch
 
 import forgekit as fk
+from forgekit import report
 
-GIB = 2**30
+SCRIPT = Path(gpu.__file__)
+HANGING = """
+import sys, time
+import gpu, gpu_parts
+
+def hang(device):
+    yield {"what": "a row", "verdict": "ok"}
+    time.sleep(1000)
+
+gpu_parts.late = gpu_parts.killed = gpu_parts.cut = hang
+gpu.LIMITS |= {"late": 1.0, "killed": 500.0, "cut": 500.0}
+sys.exit(gpu.main())
+"""
 
 
-def measure(_rank, _world):
-    rows = gpu.measure(gpu.Bench(NAME, memory=GIB, is_tiny=True))
-    gpu.show(rows, {"device": NAME})
-    return rows
+def rows_of(out, what=None):
+    """Rows that are there, whole lines all of them; only those of ``what``, by their parts."""
+    rows = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    return rows if what is None else {r["part"]: r for r in rows if r.get("what") == what}
 
 
-@pytest.mark.oracle
+def run_parts(_rank, _world, device):
+    import gpu_parts
+
+    torch.get_device_module(device).set_sync_debug_mode("error")
+    with pytest.raises(RuntimeError, match="called a synchronizing operation"):
+        torch.ones(1, device=device).item()
+    torch.get_device_module(device).set_sync_debug_mode("default")
+    with pytest.MonkeyPatch.context() as patch:  # no pictures, as in ``run_here``
+        patch.setattr(fk, "wrap_up", draw_nothing)
+        patch.setattr(report, "find_spec", draw_nothing)
+        return [row for part in gpu.PARTS for row in gpu_parts.rows_of(part, device)]
+
+
 def test_every_part_runs_and_gives_verdicts():
-    """Kernels, memory and the waits of CUDA are not on this device, and the table says so."""
-    (rows,) = run_ranks(measure, 1, setup="device.pretend:install", timeout_s=120)
+    """What is CUDA's alone is not on this device, and the rows say so."""
+    options = {"setup": "device.pretend:install", "group": False, "timeout_s": 300}
+    (rows,) = run_ranks(run_parts, 1, NAME, **options)
+    assert {row["part"] for row in rows} == set(gpu.PARTS)
+    assert [row for row in rows if row["verdict"] not in gpu.GOOD] == []
+    absent = {row["part"] for row in rows if row["verdict"] == "not on this device"}
+    assert absent == {"compiled", "graphs", "kernels", "memory"}
     verdicts = {(row["what"], row["entry"]): row["verdict"] for row in rows}
-    assert "FAIL" not in verdicts.values(), [row for row in rows if row["verdict"] == "FAIL"]
-    absent = {what.partition(",")[0] for (what, _), v in verdicts.items() if "not on" in v}
-    assert absent == {"no wait of the host", "attention", "memory of a step", "step"}
+    for loss in ("loss_fn", "head_loss"):
+        assert verdicts["no wait of the host", loss] == "ok"
+        assert verdicts["five steps", f"fp16, {loss}"] == "ok"
     for name in ("logits", "head", "packed", "autocast"):
         assert verdicts["two steps as on the CPU", name] == "ok"
     assert verdicts["log-probabilities as in training", "torch.bfloat16, LoRA"] == "ok"
-    shown = {what.partition(",")[0] for what, _ in verdicts}
-    assert shown > {*absent, "loss", "product in bf16", "MFU"}
+    assert verdicts["recipe of 20 steps", "resumed at 10"] == "ok"
 
 
-def test_flops_are_those_of_every_product_and_of_keys_that_are_seen():
-    """By hand: 6 per parameter of a product and token; 12 per channel and key."""
-    spec = fk.TransformerSpec(
-        vocab_size=10, dim=4, layers=2, heads=2, kv_heads=1, ffn_dim=3, max_seq_len=8
-    )
-    products = 10 * 4 + 2 * (4 * 4 + 2 * 4 * 2 + 4 * 4 + 3 * 4 * 3)
-    keys = (1 + 2 + 3) + (1 + 2 + 3 + 4 + 5)
-    assert gpu.flops(spec, [3, 5]) == 6 * products * 8 + 12 * 2 * 4 * keys
+def test_what_is_cut_off_loses_no_row_before(tmp_path):
+    """A part over its limit, a part that is killed, and the whole run in the middle of a part."""
+    out, script = tmp_path / "rows.jsonl", tmp_path / "hanging.py"
+    script.write_text(HANGING)
+    words = ["late", "losses", "killed", "cut", "--device=cpu", f"--out={out}"]
+    variables = {"PYTHONPATH": str(SCRIPT.parent)}
+    with launch(script, words, log=tmp_path / "log", variables=variables) as job:
+        job.wait_for(lambda: "killed" in rows_of(out, "a row"), "a row of the third part")
+        children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children")
+        os.kill(int(children.read_text()), signal.SIGKILL)
+        job.wait_for(lambda: "cut" in rows_of(out, "a row"), "a row of the last part")
+        os.killpg(job.process.pid, signal.SIGKILL)
+        job.end()
+    ends = rows_of(out, "the whole part")
+    verdicts = {"late": "over its limit", "losses": "ok", "killed": "FAIL"}
+    assert {part: row["verdict"] for part, row in ends.items()} == verdicts
+    assert ends["killed"]["note"].endswith("exit code -9")
+    losses = [row.get("entry") for row in rows_of(out) if row["part"] == "losses"]
+    assert {"full logits", "forgekit"} < {*losses}
+    assert "in hang" in out.with_suffix(".log").read_text(), "where the late part stood"
+
+
+@pytest.mark.parametrize("limit", [3, pytest.param(60, marks=pytest.mark.oracle)])
+def test_a_run_ends_within_its_limit_with_a_row_for_each_part(tmp_path, limit):
+    out, began = tmp_path / "rows.jsonl", time.monotonic()
+    words = ["--device=cpu", f"--limit={limit}", f"--out={out}"]
+    with launch(SCRIPT, words, log=tmp_path / "log") as job:
+        code = job.end()
+    assert time.monotonic() - began < limit + 30, "a busy machine starts processes slowly"
+    verdicts = [row["verdict"] for row in rows_of(out, "the whole part").values()]
+    assert len(verdicts) == len(gpu.PARTS)
+    assert {*verdicts} <= {"ok", "over its limit", "no time left"}
+    assert code == ({*verdicts} != {"ok"})
+
+
+@pytest.mark.oracle
+def test_every_part_runs_on_a_cpu_as_a_user_starts_it(tmp_path):
+    """Beside Accelerate and the Trainer, and what was planned beside what is measured."""
+    plans, out = tmp_path / ".gpu/plans.jsonl", tmp_path / "rows.jsonl"
+    for words in (["plan", f"--out={plans}"], [f"--out={out}"]):
+        command = {"log": tmp_path / "log", "by": "command", "cwd": tmp_path}
+        with launch(SCRIPT, ["--device=cpu", *words], **command) as job:
+            assert job.end() == 0, job.output
+    ends = rows_of(out, "the whole part")
+    assert {part: row["verdict"] for part, row in ends.items()} == dict.fromkeys(gpu.PARTS, "ok")
+    for name in ("Accelerate", "Trainer", "make_step, parallelize"):
+        (row,) = [r for r in rows_of(out) if r["part"] == "eager" and r.get("entry") == name]
+        assert row["verdict"] == "ok"
+    planned = [row["planned_gib"] for row in rows_of(out) if row.get("what") == "recipe"]
+    assert len(planned) == 2
+    assert all(planned)

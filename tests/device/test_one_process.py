@@ -123,6 +123,19 @@ STEPS = {
 }
 
 
+def two_steps(device):
+    """The difference to the CPU after two steps, and its bound, for each of ``STEPS``."""
+    for name, (loss_fn, dtype, is_packed, bound) in STEPS.items():
+        batches = [packed(batch) if is_packed else batch for batch in loader()][:6]
+        states = [new_state(where, dtype) for where in ("cpu", device)]
+        for index, state in enumerate(states):
+            step = fk.make_step(loss_fn, schedule=fk.constant(1e-2), max_norm=0.5)
+            for group in (batches[:3], batches[3:]):
+                state, _ = step(state, group)
+            states[index] = state
+        yield name, float(differences(states[1], states[0])), max(bound, 1e-11)
+
+
 def step_in_fp16(_rank, _world, device):
     with torch.device("meta"):
         model = fk.Transformer(SPEC)
