@@ -24,21 +24,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-PARTS = {
-    "smoke": 90.0,
-    "exact": 60.0,
-    "eager": 80.0,
-    "mfu": 170.0,
-    "compiled": 110.0,
-    "kernels": 50.0,
-    "losses": 40.0,
-    "sampling": 50.0,
-    "graphs": 50.0,
-    "on_policy": 50.0,
-    "memory": 40.0,
-}
-"""Most seconds of each part, in order of value."""
-LIMITS = {**PARTS, "plan": 3600.0}
+PARTS = ("smoke", "exact", "eager", "mfu", "compiled", "kernels")
+PARTS += ("losses", "sampling", "graphs", "on_policy", "memory")
+"""In order of value."""
+LIMITS = dict.fromkeys(PARTS, 50.0) | {"smoke": 90.0, "eager": 80.0, "mfu": 170.0}
+LIMITS |= {"compiled": 110.0, "plan": 3600.0}
+"""Most seconds of each part."""
 GRACE_S = 2.0
 """After its limit a part has this long to end by itself."""
 BAD_FORK = 77
