@@ -52,8 +52,10 @@ class Memory:
 
 def dry_run(spec: fk.TransformerSpec, rows: int, device: str = "cpu") -> Memory:
     """Take two steps of two micro-batches on fake tensors, and count the second."""
+    with torch.device("meta"):
+        model = fk.Transformer(spec)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model, batch = _build(spec, rows, device)
+        model, batch = _placed(model, rows, device)
         block = _saved_by_a_block(model, spec, rows, device)
         for layer in model.layers:
             recompute(layer, "full")
@@ -71,7 +73,9 @@ def dry_run(spec: fk.TransformerSpec, rows: int, device: str = "cpu") -> Memory:
 
 def real_step(spec: fk.TransformerSpec, rows: int, device: str) -> Callable[[], Any]:
     """Build the same step with values."""
-    model, batch = _build(spec, rows, device)
+    with torch.device("meta"):
+        model = fk.Transformer(spec)
+    model, batch = _placed(model, rows, device)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     for layer in model.layers:
@@ -79,10 +83,9 @@ def real_step(spec: fk.TransformerSpec, rows: int, device: str) -> Callable[[], 
     return our_step(model, [batch] * 2, head_loss)
 
 
-def _build(spec: fk.TransformerSpec, rows: int, device: str) -> tuple[Any, TensorDict]:
-    with torch.device("meta"):
-        model = fk.Transformer(spec)
-    ids = torch.zeros(rows, spec.max_seq_len, dtype=torch.int64, device=device)
+def _placed(model: Any, rows: int, device: str) -> tuple[Any, TensorDict]:
+    """Move a model from meta to a device, and make a micro-batch there."""
+    ids = torch.zeros(rows, model.spec.max_seq_len, dtype=torch.int64, device=device)
     batch = TensorDict(input_ids=ids, labels=ids.clone(), batch_size=[rows])
     return model.to_empty(device=device), batch
 

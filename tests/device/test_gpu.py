@@ -45,7 +45,7 @@ def rows_of(out, what=None):
     return rows if what is None else {r["part"]: r for r in rows if r.get("what") == what}
 
 
-QUICK = ("exact", "eager", "kernels", "losses")
+QUICK = ("exact", "eager", "kernels", "losses", "memory")
 """Parts that take a second together."""
 
 
