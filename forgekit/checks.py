@@ -7,6 +7,7 @@ Each rule stands here once, with the words of its refusal.
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import math
 import operator
@@ -160,6 +161,15 @@ def counted(number: int, noun: str) -> str:
         ('1 bad step', '1,200 bad steps')
     """
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def check_phases(phases: Iterable[Any]) -> None:
+    """Raise unless each phase starts after the one before it."""
+    for before, after in itertools.pairwise(phases):
+        if after.start <= before.start:
+            raise ValueError(
+                f"a phase at sample {after.start} follows one at sample {before.start}; sort them."
+            )
 
 
 def nearest_multiples(size: int, divisor: int) -> str:

@@ -111,7 +111,7 @@ def _planned(options: argparse.Namespace, recipe: ModuleType, folder: Path, conf
         raise UsageError(f"--world {options.world}: {error}") from None
     here = _without_machines(config, folder)
     job = Job(
-        setup=partial(build, recipe, here),
+        setup=partial(_set_up, recipe, here),
         micro_batches=partial(micro_batches, config=here),
         world=options.world,
         pp=pp,
@@ -121,6 +121,15 @@ def _planned(options: argparse.Namespace, recipe: ModuleType, folder: Path, conf
         memory_limit=None if options.memory is None else options.memory * 2**30,
     )
     return plan_step(job)
+
+
+def _set_up(recipe: ModuleType, config: Any) -> Any:
+    """Run ``setup``; of phases of sizes, plan the one with the longest rows."""
+    built = build(recipe, config)
+    if sizes := getattr(built.loader, "sizes", None):
+        *_, start = max(zip(sizes.seq_lens, sizes.global_batch_sizes, sizes.starts, strict=True))
+        built.loader.seek(start)
+    return built
 
 
 def _sweep(options: argparse.Namespace, config: Any, run: Any) -> int:

@@ -106,5 +106,6 @@ def micro_batches(built: Any, config: Any) -> int:
         return count
     of_loader = getattr(built.loader, "micro_batches", None)
     if callable(of_loader) and hasattr(config, "global_batch_size"):
-        return of_loader(config.global_batch_size)  # pyright: ignore[reportReturnType]
+        has_sizes = getattr(built.loader, "sizes", None) is not None
+        return of_loader(None if has_sizes else config.global_batch_size)  # pyright: ignore[reportReturnType]
     return getattr(config, "micro_batches", 1)

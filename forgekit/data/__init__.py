@@ -35,9 +35,12 @@ from forgekit.hashing import permute as permute
 from forgekit.data.order import (
     Order as Order,
     Phase as Phase,
+    Sizes as Sizes,
     make_order as make_order,
+    make_sizes as make_sizes,
     mixture_dataset as mixture_dataset,
     sample_rows as sample_rows,
+    vary_length as vary_length,
 )
 from forgekit.data.batch import (
     check_batch as check_batch,

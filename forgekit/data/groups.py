@@ -37,7 +37,7 @@ class End(Protocol):
 
 def groups(
     loader: Iterable[Any],
-    micro_batches: int,
+    micro_batches: int | None = None,
     *,
     partial: Literal["pad", "drop", "error"] = "pad",
     end: End | None = None,
@@ -52,7 +52,8 @@ def groups(
             the first micro-batch of a group is pulled with the group, to know whether it exists. A
             stream with ``has_next()`` is asked instead: one whose position is saved must not be
             behind a micro-batch that is not trained yet.
-        micro_batches: Micro-batches per group.
+        micro_batches: Micro-batches per group; None for those of ``loader.micro_batches()``, where
+            sizes change.
         partial: What to do if the last group is not full: ``"pad"`` completes it with copies of its
             last micro-batch without a loss, ``"drop"`` leaves it out, ``"error"`` raises, at once
             if the length is known.
@@ -72,6 +73,8 @@ def groups(
         >>> [[batch for batch in group] for group in groups("abcd", 2)]
         [['a', 'b'], ['c', 'd']]
     """
+    if micro_batches is None:
+        return _sized_groups(loader, _Source(loader, math.inf))
     check_integers(micro_batches=(micro_batches, 1))
     check_choice("partial", partial, ("pad", "drop", "error"))
     if end is not None and partial != "pad":
@@ -177,6 +180,11 @@ class _Source:
         self._last = pulled[0]
         return pulled
 
+    def skip_to(self, number: int) -> None:
+        """Pull the micro-batches before this one that nobody has used."""
+        if number > self._pulled:
+            self.take(number - 1)
+
     def _pull_up_to(self, number: int) -> None:
         if number < self._pulled - (self._ahead is not None):
             raise RuntimeError(
@@ -197,6 +205,15 @@ def _groups(source: _Source, micro_batches: int, partial: str, end: End | None) 
     while source.has(first) if end is None else end.goes_on(first // micro_batches):
         yield Group(source, first, micro_batches, partial)
         first += micro_batches
+
+
+def _sized_groups(loader: Any, source: _Source) -> Iterator[Group]:
+    first = 0
+    while True:
+        group = Group(source, first, loader.micro_batches(), "error")
+        yield group
+        first += len(group)
+        source.skip_to(first)  # what was left unused: the next size follows from the position
 
 
 def _length(loader: Any) -> float | None:

@@ -19,10 +19,10 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from forgekit.checks import check_integers, check_rank, nearest_multiples
+from forgekit.checks import check_choice, check_integers, check_rank, nearest_multiples
 from forgekit.data.batch import apply_transforms, mask_rows, read_rows
 from forgekit.data.groups import count_micro_batches
-from forgekit.data.order import Integers, Skips, renumber, sample_rows
+from forgekit.data.order import Integers, Sizes, Skips, renumber, sample_rows
 from forgekit.data.read_ahead import DeviceCopies, Reader, compute_ahead
 from forgekit.devices import check_device
 
@@ -35,8 +35,9 @@ Not SIGTERM, by which a pool ends its workers when one of them was killed.
 
 def make_loader(
     dataset: Any,
-    batch_size: int = 8,
+    batch_size: int | Sequence[int] = 8,
     *,
+    sizes: Sizes | None = None,
     seed: int = 0,
     start: int = 0,
     skip: Skips = (),
@@ -61,7 +62,8 @@ def make_loader(
         dataset: Has ``len()`` and ``[row]``; ``__getitems__(rows)``, if it has one, builds a whole
             micro-batch. Rows are TensorDicts of tensors. One with ``is_endless``, a mixture, needs
             no ``len()``: its row ``i`` is sample ``i``, and ``seed`` and ``shuffle`` are ignored.
-        batch_size: Rows per rank and micro-batch.
+        batch_size: Rows per rank and micro-batch; with ``sizes`` one number for each phase.
+        sizes: How batch size and length change along the way, of data without end.
         seed: Selects the order of the rows; each epoch has another one.
         start: Rows that all ranks together have consumed before: ``state.samples``.
         skip: Samples to skip: ``state.skips``.
@@ -98,13 +100,19 @@ def make_loader(
         ([[[0], [1]], [[2], [3]]], 4)
     """
     check_rank(rank, world)
-    check_integers(batch_size=(batch_size, 1), start=(start, 0), workers=(workers, 0))
+    batch_sizes = tuple(batch_size) if isinstance(batch_size, Sequence) else (batch_size,)
+    for size in batch_sizes:
+        check_integers(batch_size=(size, 1), start=(start, 0), workers=(workers, 0))
+    if sizes is not None:
+        _check_sizes(sizes, batch_sizes, dataset, world)
+        check_choice("epochs", epochs, (None,))  # the length of a loader knows one size
     check_integers(epochs=(1 if epochs is None else epochs, 1))
     if not _is_endless(dataset):
         check_integers(**{"len(dataset)": (len(dataset), 1)})
     batches = MicroBatches(
         dataset=dataset,
-        batch_size=batch_size,
+        batch_sizes=batch_sizes,
+        sizes=sizes,
         seed=seed,
         start=start,
         skips=tuple(skip),
@@ -114,6 +122,7 @@ def make_loader(
         samples=None if epochs is None else epochs * len(dataset),
         transforms=tuple(transforms),
     )
+    batches.check_start()
     target = torch.device(device or "cpu")
     if target.type != "meta":  # where batches are shapes only
         check_device(target)
@@ -127,7 +136,8 @@ class MicroBatches:
     """One rank's micro-batches by number: the samples of each, and how to build it."""
 
     dataset: Any
-    batch_size: int
+    batch_sizes: tuple[int, ...]
+    sizes: Sizes | None
     seed: int
     start: int
     skips: Skips
@@ -140,19 +150,51 @@ class MicroBatches:
     @property
     def stop(self) -> int | None:
         """The sample after the last; None if endless."""
-        if (stop := self.samples) is not None:
-            for first, rows in self.skips:
-                stop = max(min(stop, first), stop - rows)
-        return stop
+        return None if self.samples is None else self._without_skips(self.samples)
+
+    def _without_skips(self, sample: int) -> int:
+        """Return the number of the first sample from this one on that is not skipped."""
+        for first, rows in self.skips:
+            sample = max(min(sample, first), sample - rows)
+        return sample
+
+    def locate(self, number: int) -> tuple[int, int]:
+        """Return the first sample of a micro-batch, over all ranks, and the number of its phase."""
+        first, phase = self.start, 0
+        for end in self._ends:
+            count = max(end - first, 0) // (self.world * self.batch_sizes[phase])
+            if number < count:
+                break
+            number, first, phase = number - count, max(first, end), phase + 1
+        return first + number * self.world * self.batch_sizes[phase], phase
+
+    @property
+    def _ends(self) -> list[int]:
+        """The first samples of all phases of sizes but the first."""
+        return [] if self.sizes is None else [*map(self._without_skips, self.sizes.starts[1:])]
+
+    def check_start(self) -> None:
+        """Raise unless steps from the start on end where the next phase of sizes begins."""
+        _, phase = self.locate(0)
+        if self.sizes is None or phase == len(self._ends):
+            return
+        left, rows = self._ends[phase] - self.start, self.sizes.global_batch_sizes[phase]
+        if left % rows:
+            raise ValueError(
+                f"from sample {self.start} to the next phase there are {left} rows, which steps of "
+                f"{rows} rows do not fill; {nearest_multiples(left, rows)}. Move the phase."
+            )
 
     def __call__(self, number: int) -> TensorDict:
         """Build this rank's micro-batch ``number``."""
-        first = self.start + (number * self.world + self.rank) * self.batch_size
-        samples, stop = first + np.arange(self.batch_size), self.stop
+        first, phase = self.locate(number)
+        batch_size = self.batch_sizes[phase]
+        first += self.rank * batch_size
+        samples, stop = first + np.arange(batch_size), self.stop
         if stop is not None:  # samples past the end are padding: copies of the last row
             samples = np.minimum(samples, stop - 1)
         batch = read_rows(self.dataset, self.rows(samples).tolist())
-        if stop is None or first + self.batch_size <= stop:
+        if stop is None or first + batch_size <= stop:
             return apply_transforms(batch, self.transforms)
         real = max(0, stop - first)
         # Masked before and after the transforms, which may read labels or make them.
@@ -162,11 +204,11 @@ class MicroBatches:
     def __len__(self) -> int:
         if self.stop is None:
             raise TypeError("this loader never ends, so it has no length; pass epochs=1 for one.")
-        return max(0, -(-(self.stop - self.start) // (self.world * self.batch_size)))
+        return max(0, -(-(self.stop - self.start) // (self.world * self.batch_sizes[0])))
 
     def consumed(self, number: int) -> int:
         """Count the rows that all ranks have consumed after ``number`` micro-batches."""
-        rows = self.start + number * self.world * self.batch_size
+        rows, _ = self.locate(number)
         return rows if self.stop is None else max(self.start, min(rows, self.stop))
 
     def rows(self, samples: Integers) -> Integers:
@@ -223,10 +265,11 @@ class Loader:
 
     Attributes:
         dataset: The dataset that the rows come from.
+        sizes: How batch size and length change; None if they do not.
     """
 
     def __init__(self, batches: MicroBatches, compute: Callable[..., Generator[Any]]) -> None:
-        self.dataset = batches.dataset
+        self.dataset, self.sizes = batches.dataset, batches.sizes
         self._batches = batches
         self._compute = compute
         self._reader = Reader()
@@ -249,20 +292,26 @@ class Loader:
         """Whether epochs repeat without end, so that there is no length."""
         return self._batches.stop is None
 
-    def micro_batches(self, global_batch_size: int) -> int:
+    def micro_batches(self, global_batch_size: int | None = None) -> int:
         """Count the micro-batches per optimizer step that make a global batch.
 
         Args:
-            global_batch_size: Rows per optimizer step, over all ranks.
+            global_batch_size: Rows per optimizer step, over all ranks; left out where ``sizes``
+                give those of the step that begins at ``samples``.
 
         Returns:
             ``global_batch_size / (batch_size * world)``.
 
         Raises:
-            ValueError: If that is not a whole number of at least 1.
+            ValueError: If that is not a whole number of at least 1, or ``sizes`` change.
         """
-        batches = self._batches
-        return count_micro_batches(global_batch_size, batches.batch_size, batches.world)
+        batches, phase = self._batches, 0
+        if self.sizes is not None:
+            if global_batch_size is not None:
+                raise ValueError("this loader's batch size changes: use groups(loader).")
+            _, phase = batches.locate(self._part.number(self._position))
+            global_batch_size = self.sizes.global_batch_sizes[phase]
+        return count_micro_batches(global_batch_size, batches.batch_sizes[phase], batches.world)  # pyright: ignore[reportArgumentType]
 
     def seek(self, start: int, skip: Skips = ()) -> None:
         """Continue from another sample, even within a loop, as a rolled-back run does.
@@ -275,9 +324,10 @@ class Loader:
             ValueError: If ``start`` is negative.
         """
         check_integers(start=(start, 0))
+        batches = attrs.evolve(self._batches, start=start, skips=tuple(skip))
+        batches.check_start()
         self.close()
-        self._batches = attrs.evolve(self._batches, start=start, skips=tuple(skip))
-        self._position = 0
+        self._batches, self._position = batches, 0
 
     def share(
         self,
@@ -330,7 +380,8 @@ class Loader:
         if (start, tuple(skip), part) != (self.samples, self._batches.skips, self._part):
             self.seek(start, skip)
             self._part = part
-        rows = self._batches.world * self._batches.batch_size
+        _, phase = self._batches.locate(part.number(self._position))
+        rows = self._batches.world * self._batches.batch_sizes[phase]
         samples, whole = (high - low) * rows, (micro_batches, rows)
         return Share(low, samples, whole, part.stop - part.first, self._take)
 
@@ -402,3 +453,15 @@ class Loader:
 
 def _is_endless(dataset: Any) -> bool:
     return getattr(dataset, "is_endless", False)
+
+
+def _check_sizes(sizes: Sizes, batch_sizes: tuple[int, ...], dataset: Any, world: int) -> None:
+    """Raise unless sizes are those of the data, and all ranks can share each of them."""
+    for rows, batch_size in zip(sizes.global_batch_sizes, batch_sizes, strict=True):
+        count_micro_batches(rows, batch_size, world)
+    lengths = {getattr(one, "seq_len", 0) for one in getattr(dataset, "datasets", (dataset,))}
+    if lengths != {0} and lengths != set(sizes.seq_lens):
+        raise ValueError(
+            f"the rows of the data have {sorted(lengths)} positions, and sizes those of "
+            f"{sorted(set(sizes.seq_lens))}; make the data by forgekit.data.vary_length."
+        )

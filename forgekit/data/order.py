@@ -27,7 +27,14 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from tensordict import TensorDict
 
-from forgekit.checks import LARGEST, check_integers, check_numbers, quoted
+from forgekit.checks import (
+    LARGEST,
+    check_integers,
+    check_numbers,
+    check_phases,
+    nearest_multiples,
+    quoted,
+)
 from forgekit.data.batch import check_alike, read_rows
 from forgekit.hashing import (
     SAMPLE_ORDER,
@@ -104,7 +111,7 @@ def renumber(samples: ArrayLike, skips: Skips) -> Integers:
 
 @attrs.frozen
 class Phase:
-    """New weights and a new scale of the learning rate from a sample number on.
+    """New weights, sizes and a new scale of the learning rate from a sample number on.
 
     A phase lasts until the next one starts and inherits nothing from the one before: whatever it
     does not set has its original value.
@@ -113,21 +120,28 @@ class Phase:
         start: Its first sample, counted over all ranks since the start of training.
         weights: Weights by source; a source that is not named keeps its original weight.
         lr_scale: Factor of the learning rate; see ``forgekit.with_phases``.
+        global_batch_size: Rows per optimizer step; see ``make_sizes``, like the next one.
+        seq_len: Positions in a row.
 
     Raises:
-        ValueError: If ``start`` is negative, or ``lr_scale`` is negative or not finite.
+        ValueError: If ``start`` is negative, ``lr_scale`` is negative or not finite, or a size is
+            not positive.
 
     Examples:
-        >>> Phase(start=50_000, weights={"code": 0.1}, lr_scale=0.5)
-        Phase(start=50000, weights={'code': 0.1}, lr_scale=0.5)
+        >>> Phase(start=50_000, weights={"code": 0.1}, lr_scale=0.5).weights
+        {'code': 0.1}
     """
 
     start: int
     weights: Mapping[str, float] = attrs.field(factory=dict)
     lr_scale: float = 1.0
+    global_batch_size: int | None = None
+    seq_len: int | None = None
 
     def __attrs_post_init__(self) -> None:
         check_integers(start=(self.start, 0))
+        sizes = {"global_batch_size": self.global_batch_size, "seq_len": self.seq_len}
+        check_integers(**{name: (n, 1) for name, n in sizes.items() if n is not None})
         check_numbers(lr_scale=(self.lr_scale, 0))
 
 
@@ -385,11 +399,7 @@ def _mixed_weights(
         raise ValueError(f"weights lack {quoted(missing)}; give each source one, 0 to omit it.")
     if not phases or phases[0].start:
         phases = (Phase(start=0), *phases)
-    for before, after in itertools.pairwise(phases):
-        if after.start <= before.start:
-            raise ValueError(
-                f"a phase at sample {after.start} follows one at sample {before.start}; sort them."
-            )
+    check_phases(phases)
     for phase in phases:
         mixed = {**weights, **phase.weights}
         of_phase = f"the phase at sample {phase.start}: weights" if phase.weights else "weights"
@@ -459,17 +469,17 @@ class Mixture:
 
     Attributes:
         datasets: The datasets, in the sequence of ``order.sources``.
-        order: Which row of which of them each sample is.
+        order: Which row of which of them each sample is; an ``Order`` or a ``LengthOrder``.
         is_endless: True: rows are samples, by number, so a loader neither shuffles nor wraps.
     """
 
     datasets: tuple[Any, ...]
-    order: Order
+    order: Order | LengthOrder
     is_endless: bool = attrs.field(default=True, init=False)
 
     @property
     def seq_len(self) -> int:
-        """Positions in a row; 0 if the datasets have no ``seq_len``."""
+        """Positions in a row, at first; 0 if the datasets have no ``seq_len``."""
         return getattr(self.datasets[0], "seq_len", 0)
 
     @property
@@ -500,3 +510,174 @@ class Mixture:
         if "source" in batch:
             raise ValueError('rows have a "source", which the mixture adds; rename theirs.')
         return batch.set("source", torch.from_numpy(sources))
+
+
+def make_sizes(global_batch_size: int, seq_len: int, phases: Sequence[Any] = ()) -> Sizes:
+    """Change the batch size and the length of rows at sample numbers.
+
+    A phase inherits nothing from the one before: a size that it does not set is the original one.
+    Where a size changes, whole steps have to end; where lengths differ, also whole windows of the
+    longest rows, so that each token is read once.
+
+    Args:
+        global_batch_size: Rows per optimizer step, over all ranks.
+        seq_len: Positions in a row.
+        phases: As ``Phase``: by increasing ``start``, with ``global_batch_size`` and ``seq_len``.
+
+    Returns:
+        The sizes, for ``vary_length``, ``train_loader`` and ``with_phases``.
+
+    Raises:
+        ValueError: If a size is not positive, phases do not increase, the longest length is no
+            multiple of another one, or a phase starts within a step or a window.
+
+    Examples:
+        >>> sizes = make_sizes(8, 256, [Phase(80, global_batch_size=16), Phase(160, seq_len=512)])
+        >>> [sizes.samples(steps) for steps in (10, 15, 16)], sizes.progress(168)
+        ([80, 160, 168], 22)
+    """
+    check_integers(global_batch_size=(global_batch_size, 1), seq_len=(seq_len, 1))
+    check_phases(phases)
+    rows = [(0, global_batch_size, seq_len)]
+    for phase in phases:
+        size = phase.global_batch_size or global_batch_size, phase.seq_len or seq_len
+        if not phase.start:
+            rows = [(0, *size)]
+        elif size != rows[-1][1:]:
+            rows.append((phase.start, *size))
+    longest = max(length for *_, length in rows)
+    if odd := [length for *_, length in rows if longest % length]:
+        raise ValueError(
+            f"seq_len {odd[0]} must divide the longest one, {longest}, of which shorter rows are "
+            "pieces. Change a length."
+        )
+    for (start, batch, length), (stop, *_) in itertools.pairwise(rows):
+        whole = math.lcm(batch, longest // length)
+        if (stop - start) % whole:
+            raise ValueError(
+                f"from sample {start} to the phase at {stop} there are {stop - start} rows, which "
+                f"steps of {batch} rows and windows of {longest // length} do not fill; "
+                f"{nearest_multiples(stop - start, whole)}. Move the phase."
+            )
+    return Sizes(*zip(*rows, strict=True))
+
+
+@attrs.frozen
+class Sizes:
+    """Rows per step and positions in a row at each sample; made by ``make_sizes``.
+
+    Attributes:
+        starts: The first sample of each phase; 0 at first.
+        global_batch_sizes: Rows per optimizer step.
+        seq_lens: Positions in a row.
+    """
+
+    starts: tuple[int, ...]
+    global_batch_sizes: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+
+    @property
+    def spans(self) -> Iterator[tuple[int, int, int, int]]:
+        """First sample of each phase, the one after its last, rows of a step, length of a row."""
+        ends = (*self.starts[1:], LARGEST)
+        return zip(self.starts, ends, self.global_batch_sizes, self.seq_lens, strict=True)
+
+    def samples(self, steps: int) -> int:
+        """Count the rows of the first steps."""
+        samples = 0
+        for start, end, rows, _ in self.spans:
+            taken = min(steps, (end - start) // rows)
+            samples, steps = samples + taken * rows, steps - taken
+        return samples
+
+    def positions(self, sample: int) -> int:
+        """Count the positions in the rows before a sample."""
+        return sum(max(min(sample, e) - start, 0) * length for start, e, _, length in self.spans)
+
+    def progress(self, sample: int) -> float:
+        """Count the steps of the first phase that have as many positions as the rows before."""
+        first = self.global_batch_sizes[0] * self.seq_lens[0]
+        steps, rest = divmod(self.positions(sample), first)
+        return steps + rest / first if rest else steps
+
+
+def vary_length(dataset: Any, sizes: Sizes, seed: int = 0) -> Any:
+    """Read a token file in rows whose length changes along the way; every token once per epoch.
+
+    The file is divided into windows of the longest rows, shuffled anew in each epoch. Each phase
+    takes its number of windows, cuts them into rows of its length and shuffles these. So a phase
+    continues where the one before ended, and what follows depends on the sample number alone. Rows
+    of the last window that lie past the end of the file are padding.
+
+    Args:
+        dataset: What ``token_dataset`` returned.
+        sizes: The lengths; see ``make_sizes``.
+        seed: Selects the shuffles. A loader's seed is ignored where lengths change.
+
+    Returns:
+        The dataset itself if its rows have the only length, else a mixture without end: row ``i``
+        is sample ``i``. Its ``source`` is the length, an index into ``order.sources``.
+
+    Raises:
+        ValueError: If lengths change and the rows are no windows over a token file.
+    """
+    if set(sizes.seq_lens) == {dataset.seq_len}:
+        return dataset
+    if getattr(dataset, "bins", None) is not None:
+        raise ValueError("rows of packed documents have one length; vary that of a token_dataset.")
+    longest, lengths = max(sizes.seq_lens), [*dict.fromkeys(sizes.seq_lens)]
+    windows = len(attrs.evolve(dataset, seq_len=longest))
+    parts = tuple(attrs.evolve(dataset, seq_len=length, window=longest) for length in lengths)
+    return Mixture(parts, LengthOrder(tuple(map(str, lengths)), sizes, windows, seed))
+
+
+@attrs.frozen(eq=False)
+class LengthOrder:
+    """The length and row of each sample; made by ``vary_length``.
+
+    Attributes:
+        sources: The lengths, as text.
+        phases: The sizes.
+        windows: Those of an epoch, of the longest rows.
+        seed: Selects the shuffles.
+    """
+
+    sources: tuple[str, ...]
+    phases: Sizes
+    windows: int
+    seed: int
+
+    def __call__(self, sample: int) -> tuple[str, int]:
+        """Return the length, as text, and the row of one sample."""
+        source, row = self.find(sample)
+        return self.sources[int(source)], int(row)
+
+    def find(self, samples: ArrayLike) -> tuple[Integers, Integers]:
+        """Return the length, an index into ``sources``, and the row of any samples."""
+        starts, seq_lens = self.phases.starts, self.phases.seq_lens
+        phase = np.searchsorted(starts, samples, side="right") - 1
+        row = samples - np.array(starts)[phase]  # within the phase
+        # Windows of the longest rows, counted over all epochs, and how many rows each becomes.
+        before = np.array([*map(self.phases.positions, starts), LARGEST]) // max(seq_lens)
+        pieces = np.array([max(seq_lens) // length for length in seq_lens])[phase]
+        begin = before[phase]
+        epoch = (begin + row // pieces) // self.windows
+        # Rows are shuffled among the windows that this phase reads in this epoch.
+        low = np.maximum(begin, epoch * self.windows)
+        high = np.minimum(before[phase + 1], (epoch + 1) * self.windows)
+        key = hash_integers(low, _key("lengths", self.seed))
+        row = permute(row - (low - begin) * pieces, (high - low) * pieces, key)
+        window, piece = np.divmod(row, pieces)
+        window = sample_rows(low + window, self.windows, self.seed)
+        which = np.array([self.sources.index(str(length)) for length in seq_lens])
+        return which[phase], window * pieces + piece
+
+    def fingerprint_at(self, samples: int) -> str:
+        """Identify the order of the first ``samples`` samples.
+
+        The start of the next phase is included, as it determines what is shuffled before it.
+        """
+        begun = sum(start < max(samples, 1) for start in self.phases.starts)
+        starts, lengths = self.phases.starts[: begun + 1], self.phases.seq_lens
+        facts = self.seed, self.windows, max(lengths), starts, lengths[:begun]
+        return digest(SAMPLE_ORDER, "lengths", *facts)

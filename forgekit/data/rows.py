@@ -188,6 +188,7 @@ class RowDataset:
         transforms: Applied to each row, in order.
         counts: What became of the lines that conversations were read from.
         rest: Rows of held-out documents in memory.
+        window: Length of the windows that are cut into rows; 0: that of the rows.
     """
 
     documents: TokenFile | InMemory
@@ -197,6 +198,7 @@ class RowDataset:
     transforms: tuple[Transform, ...] = ()
     counts: Any = None
     rest: RowDataset | None = attrs.field(default=None, repr=False)
+    window: int = 0
 
     @property
     def file(self) -> TokenFile | None:
@@ -246,7 +248,8 @@ class RowDataset:
     def __len__(self) -> int:
         if self.bins is not None:
             return len(self.bins)
-        return -(-(int(self.documents.offsets[-1]) - 1) // self.seq_len)
+        window = self.window or self.seq_len
+        return -(-(int(self.documents.offsets[-1]) - 1) // window) * (window // self.seq_len)
 
     def __getitem__(self, row: int) -> TensorDict:
         return self.__getitems__([row])[0]
@@ -271,8 +274,8 @@ class RowDataset:
             raise IndexError(f"row {row} must lie in range({len(self)}).")
         offsets = self.documents.offsets
         if self.bins is None:
-            start = row * self.seq_len
-            stop = min(start + self.seq_len, int(offsets[-1]) - 1)  # labels are the next tokens
+            last = int(offsets[-1]) - 1  # labels are the next tokens
+            start, stop = (min(at * self.seq_len, last) for at in (row, row + 1))
             inner = offsets[slice(*np.searchsorted(offsets, [start + 1, stop]))].tolist()
             ends = [*inner, stop] if self.doc_ids else [stop]
             return [[a, b, b + 1] for a, b in itertools.pairwise([start, *ends])]

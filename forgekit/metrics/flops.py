@@ -145,12 +145,12 @@ class Utilization:
 
         Tokens attend to those before them in their own document; as PaLM counts, to all of the row.
         """
-        dataset = self.loader.dataset
-        tokens, pairs = count_pairs(dataset, self.loader.rows(first, stop))
-        return {
-            "perf/mfu": self.flops.of_row(tokens, pairs) / self.peak,
-            "perf/mfu_palm": self.flops.of_row(tokens, tokens * row_length(dataset)) / self.peak,
+        rows = self.loader.rows(first, stop)
+        counts = {
+            "perf/mfu": count_pairs(self.loader.dataset, rows),
+            "perf/mfu_palm": count_pairs(self.loader.dataset, rows, whole=True),
         }
+        return {name: self.flops.of_row(*count) / self.peak for name, count in counts.items()}
 
 
 def row_length(dataset: Any) -> int:
@@ -158,7 +158,7 @@ def row_length(dataset: Any) -> int:
     return getattr(getattr(dataset, "rows", dataset), "seq_len", 0)  # "rows" of conversations
 
 
-def count_pairs(dataset: Any, rows: Integers) -> tuple[float, float]:
+def count_pairs(dataset: Any, rows: Integers, *, whole: bool = False) -> tuple[float, float]:
     """Count the tokens and attended pairs of rows.
 
     Padding does not count. Ten thousand rows take some milliseconds; nothing but the ends of
@@ -168,6 +168,7 @@ def count_pairs(dataset: Any, rows: Integers) -> tuple[float, float]:
         dataset: A dataset of forgekit's, or a mixture. Of another with a ``seq_len`` rows are
             taken as full.
         rows: Which rows, any number of times; of a mixture which samples.
+        whole: Pair each token with all positions of its row.
 
     Returns:
         Tokens, and pairs of a token and one up to itself in its document.
@@ -181,10 +182,12 @@ def count_pairs(dataset: Any, rows: Integers) -> tuple[float, float]:
     """
     if hasattr(dataset, "order"):
         sources, rows = dataset.order.find(rows)
-        parts = [count_pairs(one, rows[sources == i]) for i, one in enumerate(dataset.datasets)]
+        by_source = ((one, rows[sources == i]) for i, one in enumerate(dataset.datasets))
+        parts = [count_pairs(*part, whole=whole) for part in by_source]
         return sum(tokens for tokens, _ in parts), sum(pairs for _, pairs in parts)
     lengths = _pieces(dataset, rows).astype(np.float64)
-    return float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum())
+    seen = row_length(dataset) if whole else (lengths + 1) / 2
+    return float(lengths.sum()), float((lengths * seen).sum())
 
 
 def _pieces(dataset: Any, rows: Integers) -> Integers:
@@ -195,8 +198,7 @@ def _pieces(dataset: Any, rows: Integers) -> Integers:
     length, file = row_length(dataset), getattr(dataset, "file", None)
     if file is None:
         return np.full(len(rows), length)
-    starts = rows * length
-    ends = np.minimum(starts + length, file.tokens - 1)
+    starts, ends = (np.minimum(at * length, file.tokens - 1) for at in (rows, rows + 1))
     if not dataset.doc_ids:
         return ends - starts
     first = np.searchsorted(file.offsets, starts, side="right") - 1

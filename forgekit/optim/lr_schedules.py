@@ -17,7 +17,7 @@ from typing import Any, Literal
 import attrs
 from torch.optim import Optimizer
 
-from forgekit.checks import check_integers, check_numbers
+from forgekit.checks import check_integers, check_numbers, check_phases
 
 Schedule = Callable[[int], float]
 Decay = Literal["linear", "cosine", "sqrt", "rex"]
@@ -183,7 +183,7 @@ def join_schedules(*schedules: Schedule, at: Sequence[int]) -> Schedule:
 
 
 def with_phases(
-    schedule: Schedule, phases: Sequence[Any], global_batch_size: int
+    schedule: Schedule, phases: Sequence[Any], global_batch_size: Any
 ) -> PhasedSchedule:
     """Multiply a schedule by the scale of the phase that its step is in.
 
@@ -197,7 +197,10 @@ def with_phases(
         phases: Each with a ``start``, its first sample, and an ``lr_scale``, as ``forgekit.Phase``;
             by increasing start.
         global_batch_size: Samples that each step consumes, over all ranks: where nobody says
-            otherwise, step ``i`` holds the samples from ``i * global_batch_size`` on.
+            otherwise, step ``i`` holds the samples from ``i * global_batch_size`` on. Or the
+            ``Sizes`` of ``forgekit.data.make_sizes``: where these change, the schedule counts steps
+            of the first size, up to the step's last sample. So a step of twice the positions counts
+            as two, and the run's length is ``sizes.progress(sizes.samples(steps))``.
 
     Returns:
         A pure function of the step, and of where in the data it ends.
@@ -213,12 +216,7 @@ def with_phases(
         >>> schedule(1, end=21)  # samples up to number 20, of a run that began with larger steps
         0.5
     """
-    for before, after in pairwise(phases):
-        if after.start <= before.start:
-            raise ValueError(
-                f"a phase at sample {after.start} follows one at sample {before.start}; "
-                "put phases in increasing order."
-            )
+    check_phases(phases)
     starts = tuple(phase.start for phase in phases)
     scales = (1.0, *(phase.lr_scale for phase in phases))
     return PhasedSchedule(schedule, starts, scales, global_batch_size)
@@ -232,13 +230,13 @@ class PhasedSchedule:
         schedule: What is scaled.
         starts: Samples at which the scale changes.
         scales: The scale before the first of them, and from each on.
-        global_batch_size: Samples of a step, where nobody says otherwise.
+        global_batch_size: Samples of a step, where nobody says otherwise; or sizes.
     """
 
     schedule: Schedule
     starts: tuple[int, ...]
     scales: tuple[float, ...]
-    global_batch_size: int
+    global_batch_size: Any
 
     def __call__(self, step: int, *, end: int | None = None) -> float:
         """Return the rate of a step.
@@ -247,8 +245,11 @@ class PhasedSchedule:
             step: The step.
             end: Rows of the data up to the step's last one, those that were left out included.
         """
-        end = (step + 1) * self.global_batch_size if end is None else end
-        return self.schedule(step) * self.scales[bisect_left(self.starts, end)]
+        sizes, changes = self.global_batch_size, hasattr(self.global_batch_size, "progress")
+        last: int = end or (sizes.samples(step + 1) if changes else (step + 1) * sizes)
+        if changes and len(sizes.starts) > 1:
+            step = sizes.progress(last) - 1
+        return self.schedule(step) * self.scales[bisect_left(self.starts, last)]
 
 
 def check_rates(optimizer: Optimizer, schedule: Schedule, steps: int) -> None:

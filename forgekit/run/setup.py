@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from forgekit.checks import divisors
 from forgekit.data.loader import Loader, make_loader
+from forgekit.data.order import Sizes
 from forgekit.mesh import data_ranks
 from forgekit.parallel.layout import size_of
 from forgekit.state import TrainState
 from forgekit.steps.losses import Loss
+from forgekit.steps.micro_batch import check_positions
 
 
 @attrs.frozen(kw_only=True)
@@ -75,6 +77,7 @@ def train_loader(
     dataset: Any,
     batch_size: int,
     *,
+    sizes: Sizes | None = None,
     workers: int = 0,
     transforms: Sequence[Callable[[TensorDict], TensorDict]] = (),
 ) -> Loader:
@@ -86,7 +89,9 @@ def train_loader(
     Args:
         state: The state to start from.
         dataset: As for ``make_loader``.
-        batch_size: Rows per rank and micro-batch.
+        batch_size: Rows per rank and micro-batch; of sizes those of the first phase. Later ones
+            have the most rows that divide their batch and hold no more positions.
+        sizes: How batch size and length of the rows change; see ``forgekit.data.make_sizes``.
         workers: Threads that read ahead.
         transforms: As for ``make_loader``.
 
@@ -99,7 +104,13 @@ def train_loader(
     """
     position = {"seed": state.seed, "start": state.samples, "skip": state.skips}
     position |= _place_of(state)
-    return make_loader(dataset, batch_size, workers=workers, transforms=transforms, **position)
+    rows = [batch_size]
+    if sizes is not None:
+        (*_, first), *later = sizes.spans
+        most = {length: max(1, batch_size * first // length) for *_, length in later}
+        rows += [fitting_batch_size(n, state.mesh, most[length]) for _, _, n, length in later]
+    options = {"sizes": sizes, "workers": workers, "transforms": transforms}
+    return make_loader(dataset, rows, **options, **position)
 
 
 def held_out_loader(state: TrainState, dataset: Any, batch_size: int) -> Loader | None:
@@ -125,10 +136,16 @@ def held_out_loader(state: TrainState, dataset: Any, batch_size: int) -> Loader 
 def check_length(state: TrainState, dataset: Any) -> None:
     """Raise if rows are longer than the model's maximum, before the first one is read.
 
+    Of several lengths, also if ranks cannot share one of them: its phase may be days away.
+
     Raises:
-        ValueError: If the rows are longer than the model's longest.
+        ValueError: If the rows are longer than the model's longest, or cannot be shared.
     """
-    seq_len, limit = getattr(dataset, "seq_len", 0), state.layout.longest
+    lengths = {getattr(one, "seq_len", 0) for one in getattr(dataset, "datasets", (dataset,))}
+    seq_len, limit = max(lengths), state.layout.longest
+    if len(lengths) > 1:
+        for length in sorted(lengths):
+            check_positions(length, state.layout)
     if limit is not None and seq_len > limit:
         raise ValueError(
             f"seq_len {seq_len} of the data is above max_seq_len {limit} of the model; set "

@@ -72,8 +72,8 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
     check_rows(batch)
     documents = layout.documents
     given = None if documents is None else batch.get("doc_ids", None)
-    if layout.positions_multiple > 1:
-        _check_positions(batch, layout)
+    if layout.positions_multiple > 1 and (ids := batch.get("input_ids", None)) is not None:
+        check_positions(ids.shape[1], layout)
     if device.type != "cpu":  # whole, since slices of it would not be in pinned memory
         batch = batch.to(device, non_blocking=True)
     if layout.context > 1:
@@ -291,10 +291,9 @@ def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
         release(fsdp_modules(*layout.roots(model)))
 
 
-def _check_positions(batch: TensorDictBase, layout: Layout) -> None:
+def check_positions(positions: int, layout: Layout) -> None:
     """Raise unless ranks can share the positions evenly, and the model takes as many."""
     multiple = layout.positions_multiple
-    positions = batch["input_ids"].shape[1] if "input_ids" in batch else 0
     if layout.longest is not None and positions > layout.longest:
         raise ValueError(
             f"input_ids has {positions} positions; max_seq_len is {layout.longest}, over all ranks "
