@@ -67,6 +67,7 @@ class Config:
     device: str | None = key(None, "Left out: an accelerator if there is one.")
     trackers: tuple[str, ...] = key((), "Beside metrics.jsonl: tensorboard, wandb.")
     prompt: str = key("def ", "What the sample at the end continues.", at_least=1)
+    phases: tuple[fk.data.SizePhase, ...] = key((), "Changes of sizes and rate at samples.")
     data: Data = Data()
     mesh: fk.MeshSpec = fk.MeshSpec()
     optim: Optim = Optim()
@@ -75,19 +76,18 @@ class Config:
 
 def loss_fn(model, batch):
     """Cross-entropy that never holds all logits; documents are separate by their ids."""
-    return model(
-        batch["input_ids"],
-        position_ids=batch.get("position_ids"),
-        doc_ids=batch.get("doc_ids"),
-        head=partial(fk.linear_cross_entropy, labels=batch["labels"]),
-    )
+    position_ids, doc_ids = batch.get("position_ids"), batch.get("doc_ids")
+    head = partial(fk.linear_cross_entropy, labels=batch["labels"])
+    return model(batch["input_ids"], position_ids=position_ids, doc_ids=doc_ids, head=head)
 
 
 def setup(config):
     """Build state, step and data, without taking a step."""
     mesh = fk.build_mesh(config.mesh, device=config.device)
-    dataset = fk.token_dataset(config.data.path, config.data.seq_len, doc_ids=config.data.doc_ids)
-    fk.check_vocabulary(dataset, config.model.tokens)
+    sizes = fk.data.make_sizes(config.global_batch_size, config.data.seq_len, config.phases)
+    rows = fk.token_dataset(config.data.path, config.data.seq_len, doc_ids=config.data.doc_ids)
+    data = fk.data.vary_length(rows, sizes, config.seed)
+    fk.check_vocabulary(data, config.model.tokens)
     with torch.device("meta"):
         model = fk.Transformer(config.model)
     model = fk.parallelize(
@@ -104,14 +104,15 @@ def setup(config):
     build_optimizer, lr = OPTIMIZERS[config.optim.name]
     optimizer = build_optimizer(model, weight_decay=config.optim.weight_decay)
     state = fk.TrainState.create(model, optimizer, mesh=mesh, seed=config.seed)
-    state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=dataset.fingerprint)
+    state = fk.checkpoint_load(state, config.out / "checkpoints", fingerprint=data.fingerprint_at)
     lr = lr if config.optim.lr is None else config.optim.lr
-    rate = fk.warmup_linear(lr, warmup=config.optim.warmup, total=config.steps)
+    warmup, total = config.optim.warmup, round(sizes.progress(sizes.samples(config.steps)))
+    rate = fk.with_phases(fk.warmup_linear(lr, warmup=warmup, total=total), config.phases, sizes)
     limit, stop = None if config.spikes is None else fk.SpikeLimit(config.spikes), fk.StopSignal()
     step = fk.make_step(loss_fn, schedule=rate, max_norm=config.max_norm, spikes=limit, stop=stop)
     batch_size = config.batch_size or fk.fitting_batch_size(config.global_batch_size, mesh)
-    loader = fk.train_loader(state, dataset, batch_size, workers=config.data.workers)
-    dev = fk.held_out_loader(state, dataset.held_out(), batch_size)
+    loader = fk.train_loader(state, data, batch_size, sizes=sizes, workers=config.data.workers)
+    dev = fk.held_out_loader(state, rows.held_out(), batch_size)
     return fk.Setup(state=state, step=step, loader=loader, loss_fn=loss_fn, stop=stop, held_out=dev)
 
 
@@ -120,11 +121,10 @@ def train(config, run):
     built = setup(config)
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     held_out, health = built.held_out, fk.Health(run.out, state.mesh, loader=loader)
-    groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))
     log = run.start(built, every=config.log_every, total=config.steps, keep=config.keep)
     must_roll_back = fk.bad_step_policy(config.bad_steps, patience=config.patience)
     with log, loader, stop, health:
-        for batches in groups:
+        for batches in fk.groups(loader):
             if held_out and fk.every(config.eval_every, state, last=config.steps):
                 log.event(state, fk.evaluate(state, held_out, loss_fn, name="heldout", stop=stop))
             if run.is_over(state):  # after the evaluation, which is repeated if a stop cut it short

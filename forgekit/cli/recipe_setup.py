@@ -100,12 +100,16 @@ def build(recipe: ModuleType, config: Any) -> Any:
     return built
 
 
-def micro_batches(built: Any, config: Any) -> int:
-    """Count the micro-batches of a step, from the record, the loader or the configuration."""
+def micro_batches(built: Any, config: Any) -> int | None:
+    """Count the micro-batches of a step, from the record, the loader or the configuration.
+
+    None where they change along the way: ``groups`` asks the loader then.
+    """
+    if getattr(built.loader, "sizes", None) is not None:
+        return None
     if (count := getattr(built, "micro_batches", None)) is not None:
         return count
     of_loader = getattr(built.loader, "micro_batches", None)
     if callable(of_loader) and hasattr(config, "global_batch_size"):
-        has_sizes = getattr(built.loader, "sizes", None) is not None
-        return of_loader(None if has_sizes else config.global_batch_size)  # pyright: ignore[reportReturnType]
+        return of_loader(config.global_batch_size)  # pyright: ignore[reportReturnType]
     return getattr(config, "micro_batches", 1)

@@ -180,8 +180,7 @@ def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) 
                 f"the run left out the samples {skips} before this step, and the loader of "
                 f"{script} cannot: give it seek(start, skip), as fk.train_loader has."
             )
-        has_sizes = getattr(loader, "sizes", None) is not None
-        batches = groups(loader, None if has_sizes else micro_batches(built, config))
+        batches = groups(loader, micro_batches(built, config))
         while state.step < step - 1:
             state, _ = built.step(state, next(batches))
         return replay_step(state, next(batches), built.loss_fn)

@@ -35,6 +35,7 @@ from forgekit.hashing import permute as permute
 from forgekit.data.order import (
     Order as Order,
     Phase as Phase,
+    SizePhase as SizePhase,
     Sizes as Sizes,
     make_order as make_order,
     make_sizes as make_sizes,

@@ -105,7 +105,7 @@ def make_loader(
         check_integers(batch_size=(size, 1), start=(start, 0), workers=(workers, 0))
     if sizes is not None:
         _check_sizes(sizes, batch_sizes, dataset, world)
-        check_choice("epochs", epochs, (None,))  # the length of a loader knows one size
+        check_choice("epochs", str(epochs), ("None",))  # a length is that of one size
     check_integers(epochs=(1 if epochs is None else epochs, 1))
     if not _is_endless(dataset):
         check_integers(**{"len(dataset)": (len(dataset), 1)})
@@ -306,11 +306,11 @@ class Loader:
             ValueError: If that is not a whole number of at least 1, or ``sizes`` change.
         """
         batches, phase = self._batches, 0
-        if self.sizes is not None:
-            if global_batch_size is not None:
-                raise ValueError("this loader's batch size changes: use groups(loader).")
+        if self.sizes is not None and global_batch_size is None:
             _, phase = batches.locate(self._part.number(self._position))
             global_batch_size = self.sizes.global_batch_sizes[phase]
+        elif len(batches.batch_sizes) > 1:
+            raise ValueError("this loader's batch size changes: use groups(loader).")
         return count_micro_batches(global_batch_size, batches.batch_sizes[phase], batches.world)  # pyright: ignore[reportArgumentType]
 
     def seek(self, start: int, skip: Skips = ()) -> None:

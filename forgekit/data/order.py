@@ -111,7 +111,7 @@ def renumber(samples: ArrayLike, skips: Skips) -> Integers:
 
 @attrs.frozen
 class Phase:
-    """New weights, sizes and a new scale of the learning rate from a sample number on.
+    """New weights and a new scale of the learning rate from a sample number on.
 
     A phase lasts until the next one starts and inherits nothing from the one before: whatever it
     does not set has its original value.
@@ -120,28 +120,21 @@ class Phase:
         start: Its first sample, counted over all ranks since the start of training.
         weights: Weights by source; a source that is not named keeps its original weight.
         lr_scale: Factor of the learning rate; see ``forgekit.with_phases``.
-        global_batch_size: Rows per optimizer step; see ``make_sizes``, like the next one.
-        seq_len: Positions in a row.
 
     Raises:
-        ValueError: If ``start`` is negative, ``lr_scale`` is negative or not finite, or a size is
-            not positive.
+        ValueError: If ``start`` is negative, or ``lr_scale`` is negative or not finite.
 
     Examples:
-        >>> Phase(start=50_000, weights={"code": 0.1}, lr_scale=0.5).weights
-        {'code': 0.1}
+        >>> Phase(start=50_000, weights={"code": 0.1}, lr_scale=0.5)
+        Phase(start=50000, weights={'code': 0.1}, lr_scale=0.5)
     """
 
     start: int
     weights: Mapping[str, float] = attrs.field(factory=dict)
     lr_scale: float = 1.0
-    global_batch_size: int | None = None
-    seq_len: int | None = None
 
     def __attrs_post_init__(self) -> None:
         check_integers(start=(self.start, 0))
-        sizes = {"global_batch_size": self.global_batch_size, "seq_len": self.seq_len}
-        check_integers(**{name: (n, 1) for name, n in sizes.items() if n is not None})
         check_numbers(lr_scale=(self.lr_scale, 0))
 
 
@@ -512,17 +505,44 @@ class Mixture:
         return batch.set("source", torch.from_numpy(sources))
 
 
-def make_sizes(global_batch_size: int, seq_len: int, phases: Sequence[Any] = ()) -> Sizes:
+@attrs.frozen
+class SizePhase:
+    """A new batch size or length of rows, and scale of the learning rate, from a sample number on.
+
+    A phase inherits nothing from the one before: whatever it does not set has its original value.
+
+    Attributes:
+        start: Its first sample, counted over all ranks since the start of training.
+        global_batch_size: Rows per optimizer step, over all ranks.
+        seq_len: Positions in a row.
+        lr_scale: Factor of the learning rate.
+
+    Raises:
+        ValueError: If a number is out of range.
+    """
+
+    start: int
+    global_batch_size: int | None = None
+    seq_len: int | None = None
+    lr_scale: float = 1.0
+
+    def __attrs_post_init__(self) -> None:
+        check_numbers(lr_scale=(self.lr_scale, 0))
+        sizes = {"global_batch_size": self.global_batch_size, "seq_len": self.seq_len}
+        given = {name: (size, 1) for name, size in sizes.items() if size is not None}
+        check_integers(start=(self.start, 0), **given)
+
+
+def make_sizes(global_batch_size: int, seq_len: int, phases: Sequence[SizePhase] = ()) -> Sizes:
     """Change the batch size and the length of rows at sample numbers.
 
-    A phase inherits nothing from the one before: a size that it does not set is the original one.
     Where a size changes, whole steps have to end; where lengths differ, also whole windows of the
     longest rows, so that each token is read once.
 
     Args:
         global_batch_size: Rows per optimizer step, over all ranks.
         seq_len: Positions in a row.
-        phases: As ``Phase``: by increasing ``start``, with ``global_batch_size`` and ``seq_len``.
+        phases: The changes, by increasing start.
 
     Returns:
         The sizes, for ``vary_length``, ``train_loader`` and ``with_phases``.
@@ -532,7 +552,7 @@ def make_sizes(global_batch_size: int, seq_len: int, phases: Sequence[Any] = ())
             multiple of another one, or a phase starts within a step or a window.
 
     Examples:
-        >>> sizes = make_sizes(8, 256, [Phase(80, global_batch_size=16), Phase(160, seq_len=512)])
+        >>> sizes = make_sizes(8, 256, [SizePhase(80, 16), SizePhase(160, seq_len=512)])
         >>> [sizes.samples(steps) for steps in (10, 15, 16)], sizes.progress(168)
         ([80, 160, 168], 22)
     """

@@ -230,6 +230,10 @@ class RowDataset:
         files = self.documents.fingerprint
         return state_facts(files=files, tokenizer=tokenizer, seq_len=self.seq_len, **facts)
 
+    def fingerprint_at(self, _samples: int) -> str:
+        """Fingerprint of the rows, which is the same for the first samples; as of a mixture."""
+        return self.fingerprint
+
     def held_out(self) -> RowDataset | None:
         """Open the held-out documents that ``forgekit prepare`` wrote beside the training ones.
 

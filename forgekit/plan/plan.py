@@ -53,7 +53,7 @@ class Job:
 
     Attributes:
         setup: A recipe's set-up, bound to its configuration.
-        micro_batches: Of a step, by what ``setup`` returned.
+        micro_batches: Of a step, by what ``setup`` returned; None if the loader knows.
         world: Number of ranks.
         pp: How many of these share a pipeline.
         schedule: The pipeline's.
@@ -63,7 +63,7 @@ class Job:
     """
 
     setup: Callable[[], Any]
-    micro_batches: Callable[[Any], int]
+    micro_batches: Callable[[Any], int | None]
     world: int
     pp: int = 1
     schedule: str = "1f1b"
@@ -307,7 +307,8 @@ def _plan_rank(
                 if hasattr(part, "__exit__"):
                     stack.enter_context(part)  # pyright: ignore[reportArgumentType]
             check_length(built.state, getattr(built.loader, "dataset", None))
-            return measure_step(built, watch, job.micro_batches(built), agreed_names, rounds)
+            count = job.micro_batches(built) or built.loader.micro_batches()
+            return measure_step(built, watch, count, agreed_names, rounds)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise PlanError(
                 f"the step reads a computed value ({error.func}), and forgekit plan computes no "

@@ -7,7 +7,7 @@ import json
 import pytest
 from chaos.scene import ROWS, SEQ_LEN, resumed_step
 from chaos.survival import CLOSE, Outcome
-from runs import results, saved_step, status_of
+from runs import assert_same_run, results, saved_step, status_of
 
 import forgekit as fk
 
@@ -80,3 +80,57 @@ def test_a_run_moves(scene, survived, name, stretches, steps):
         assert loss == pytest.approx(row["train/loss"], rel=1e-6)
     if name:
         survived(name, Outcome(ended="exit 0", status="stopped", lost=0, after=CLOSE))
+
+
+LONG = f"{{start=48,global_batch_size=4,seq_len={SEQ_LEN}}}"
+SIZES = SETTINGS | {
+    "global_batch_size": 8,
+    "batch_size": 2,
+    "data__seq_len": SEQ_LEN // 2,
+    "phases": f"[{{start=16,global_batch_size=16}},{LONG}]",
+    "save_every": 2,
+    "steps": 11,
+}
+LENGTHS = {step: SEQ_LEN // 2 if step <= 4 else SEQ_LEN for step in range(1, 12)}
+"""Two steps of 8 rows, two of 16, then of 4 long ones; eight steps are an epoch."""
+
+
+@pytest.mark.parametrize(
+    "lives",
+    [
+        [(2, 3, "SIGKILL"), (2, None, None)],
+        pytest.param(
+            [(2, 3, "SIGKILL"), (1, 4, "SIGTERM"), (2, None, None)], marks=pytest.mark.chaos
+        ),
+    ],
+    ids=["the same ranks", "other ranks"],
+)
+def test_a_run_whose_sizes_change_goes_on_within_a_phase_and_trains_each_token_once(scene, lives):
+    """On the same ranks the same bits; on others the same tokens in each step, and losses."""
+    starts = {}
+    for number, (ranks, step, name) in enumerate(lives):
+        notes = [scene.out.with_name(f"rows-{number}-{rank}") for rank in range(ranks)]
+        faults = {rank: {"note_rows": str(path)} for rank, path in enumerate(notes)}
+        for fault in faults.values() if name else ():
+            fault["signal_after"] = (step, [name])
+        life = scene.live(ranks, faults, **SIZES)
+        assert life.end() == [-9 if name == "SIGKILL" else 0] * ranks, life.output
+        of_life = {}
+        for path in notes:
+            for at, tokens in map(json.loads, path.read_text().splitlines()):
+                of_life.setdefault(at, []).extend(tokens)
+        starts |= of_life  # what was done last for a step is what counts
+        assert min(of_life) == [1, 3, 8][number]
+    epoch = [
+        token
+        for step in range(1, 9)
+        for start in starts[step]
+        for token in range(start, start + LENGTHS[step])
+    ]
+    assert sorted(epoch) == list(range(ROWS * SEQ_LEN))
+    whole = scene.undisturbed(2, **SIZES)
+    if lives[1][0] == 2:
+        assert_same_run(scene.out, whole)
+    losses, expected = ([row["train/loss"] for row in results(out)] for out in (scene.out, whole))
+    assert len(losses) == SIZES["steps"]
+    assert losses == pytest.approx(expected, rel=1e-6)

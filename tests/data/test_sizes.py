@@ -13,16 +13,16 @@ from pool import run_again
 from torch import nn
 
 import forgekit as fk
-from forgekit.data import Phase, make_sizes, vary_length
+from forgekit.data import SizePhase, make_sizes, vary_length
 from forgekit.run.setup import check_length
 
 TOKENS = 333
 """Of 11 windows of 32 the last has 12 targets."""
 PHASES = (
-    Phase(16, global_batch_size=16),
-    Phase(64, global_batch_size=8, seq_len=8),
-    Phase(84, lr_scale=0.5, global_batch_size=8, seq_len=8),
-    Phase(96, global_batch_size=4, seq_len=32),
+    SizePhase(16, global_batch_size=16),
+    SizePhase(64, global_batch_size=8, seq_len=8),
+    SizePhase(84, lr_scale=0.5, global_batch_size=8, seq_len=8),
+    SizePhase(96, global_batch_size=4, seq_len=32),
 )
 SIZES = make_sizes(8, 4, PHASES)
 STEPS = [(8, 4)] * 2 + [(16, 4)] * 3 + [(8, 8)] * 4 + [(4, 32)] * 5
@@ -50,6 +50,10 @@ def loader_of(dataset, sizes=SIZES, world=1, **options):
     return fk.make_loader(dataset, rows, sizes=sizes, world=world, seed=9, **options)
 
 
+def ids_of(batches):
+    return torch.cat([batch["input_ids"] for batch in batches])
+
+
 def labels_of(batch):
     return Counter(batch["labels"][batch["labels"] != -100].tolist())
 
@@ -65,9 +69,9 @@ def targets(file, epochs=1):
     "phases",
     [
         PHASES,
-        [Phase(8, seq_len=16), Phase(208, seq_len=8), Phase(408, seq_len=16)],
-        [Phase(0, seq_len=32), Phase(24)],  # from long rows to short ones, after two epochs
-        [Phase(24, seq_len=12), Phase(96, seq_len=6)],  # neither divides the other
+        [SizePhase(8, seq_len=16), SizePhase(208, seq_len=8), SizePhase(408, seq_len=16)],
+        [SizePhase(0, seq_len=32), SizePhase(24)],  # from long rows to short ones, after two epochs
+        [SizePhase(24, seq_len=12), SizePhase(96, seq_len=6)],  # neither divides the other
     ],
 )
 def test_each_token_is_a_target_once_in_each_epoch_whatever_the_phases(tmp_path, phases, doc_ids):
@@ -85,7 +89,7 @@ def test_each_token_is_a_target_once_in_each_epoch_whatever_the_phases(tmp_path,
 
 def test_rows_of_a_phase_are_shuffled_within_what_it_reads(file):
     """Pieces of all its windows, in another way under each seed."""
-    sizes = make_sizes(8, 4, [Phase(40, seq_len=32)])
+    sizes = make_sizes(8, 4, [SizePhase(40, seq_len=32)])
     orders = []
     for seed in (3, 4):
         ids = dataset_of(file, sizes, seed).__getitems__(range(40))["input_ids"][:, 0]
@@ -107,7 +111,7 @@ def test_steps_have_the_sizes_of_their_phase_from_any_of_them_on_and_on_any_rank
         ]
         steps = zip(*map(fk.groups, loaders), strict=True)
         for number, ranks in enumerate(islice(steps, len(STEPS) - first), first):
-            ids = torch.cat([batch["input_ids"] for group in ranks for batch in group])
+            ids = torch.cat([*map(ids_of, ranks)])
             expected = dataset.__getitems__(range(STARTS[number], STARTS[number + 1]))
             assert tuple(ids.shape) == STEPS[number]
             assert sorted(ids.tolist()) == sorted(expected["input_ids"].tolist())
@@ -125,23 +129,23 @@ def test_a_step_that_is_left_unused_and_a_skip_leave_the_next_ones_whole(file):
         assert loader.samples == STARTS[4]
         # As after a roll-back: the steps 4 and 5, on both sides of a change, are left out.
         loader.seek(STARTS[3], skip=[(STARTS[4], 16 + 8)])
-        shapes = [tuple(torch.cat([*group])["input_ids"].shape) for group in islice(groups, 5)]
+        shapes = [tuple(ids_of(group).shape) for group in islice(groups, 5)]
         assert shapes == [STEPS[3], *STEPS[6:10]]
         assert loader.samples == STARTS[10] - 24
 
 
 def test_the_batch_size_alone_changes_no_row(file):
-    sizes = make_sizes(8, 4, [Phase(16, global_batch_size=4)])
+    sizes = make_sizes(8, 4, [SizePhase(16, global_batch_size=4)])
     rows = fk.token_dataset(file, 4)
     assert vary_length(rows, sizes) is rows
     loaders = fk.make_loader(rows, 2, seed=9), fk.make_loader(rows, [2, 1], sizes=sizes, seed=9)
-    plain, changed = (torch.cat([*islice(loader, 16)])["input_ids"] for loader in loaders)
+    plain, changed = (ids_of(islice(loader, 16)) for loader in loaders)
     assert plain[:24].equal(changed)
 
 
 def test_what_has_not_begun_may_still_change_but_for_the_end_of_the_phase(file):
     moved = dataset_of(
-        file, make_sizes(8, 4, (*PHASES[:3], Phase(104, global_batch_size=4, seq_len=32)))
+        file, make_sizes(8, 4, (*PHASES[:3], SizePhase(104, global_batch_size=4, seq_len=32)))
     )
     before, after = (one.fingerprint_at for one in (dataset_of(file), moved))
     assert (before(16), before(64)) == (after(16), after(64))
@@ -161,11 +165,11 @@ def test_the_rate_follows_the_positions_up_to_the_sample():
 
 
 REFUSED = [
-    ((Phase(64, seq_len=8), Phase(32)), "sample 32 follows one at sample 64"),
-    ((Phase(20, global_batch_size=16),), "nearest are 16 and 24. Move"),
-    ((Phase(16, global_batch_size=3), Phase(20)), "nearest are 3 and 6. Move"),
-    ((Phase(8, seq_len=64),), "nearest is 16. Move"),
-    ((Phase(64, seq_len=6),), "seq_len 4 must divide the longest one, 6"),
+    ((SizePhase(64, seq_len=8), SizePhase(32)), "sample 32 follows one at sample 64"),
+    ((SizePhase(20, global_batch_size=16),), "nearest are 16 and 24. Move"),
+    ((SizePhase(16, global_batch_size=3), SizePhase(20)), "nearest are 3 and 6. Move"),
+    ((SizePhase(8, seq_len=64),), "nearest is 16. Move"),
+    ((SizePhase(64, seq_len=6),), "seq_len 4 must divide the longest one, 6"),
 ]
 
 
@@ -198,10 +202,12 @@ def refuse_length(_rank, _world, path):
     )
     model = fk.Transformer(spec)
     state = lay_out(model, {"cp": 2})
-    dataset = dataset_of(path, make_sizes(8, 12, [Phase(8, seq_len=6), Phase(16)]))
+    dataset = dataset_of(path, make_sizes(8, 12, [SizePhase(8, seq_len=6), SizePhase(16)]))
     with pytest.raises(ValueError, match=r"6 positions, which 4 must divide"):
         check_length(state, dataset)
-    check_length(state, dataset_of(path, make_sizes(8, 12, [Phase(8, seq_len=4), Phase(32)])))
+    check_length(
+        state, dataset_of(path, make_sizes(8, 12, [SizePhase(8, seq_len=4), SizePhase(32)]))
+    )
 
 
 def test_a_length_that_a_layout_cannot_share_is_named_before_the_first_step(file):
