@@ -20,7 +20,7 @@ from runs import (
 )
 
 import forgekit as fk
-from forgekit.cli import recipes_folder
+from forgekit.cli import main, recipes_folder
 from forgekit.config import structure, to_dict
 
 STEPS = 40
@@ -143,3 +143,22 @@ def test_other_data_is_refused_and_nothing_is_lost(tmp_path, tokens, capsys):
     run_here("pretrain", arguments(out=out, steps=8, **given))
     assert [row["step"] for row in rows_of(out)] == list(range(1, 9))
     assert status_of(out)["status"] == "finished"
+
+
+def test_a_run_whose_sizes_change_is_logged_replayed_and_planned(tokens, tmp_path, capsys):
+    phases = "[{start=16,global_batch_size=4},{start=28,global_batch_size=8,seq_len=32}]"
+    given = {"data__path": tokens, "model__max_seq_len": 32, "phases": phases, "save_every": 4}
+    given = arguments(**given, out=tmp_path / "run", steps=7)
+    run_here("pretrain", given)
+    rows = rows_of(tmp_path / "run")
+    assert [row["samples"] for row in rows] == [8, 16, 20, 24, 28, 36, 44]
+    assert [row["train/targets"] for row in rows] == [128, 128, 64, 64, 64, 256, 256]
+    # From step 4 on, through the change.
+    script = ["--script", str(recipes_folder() / "pretrain.py")]
+    assert main(["replay", str(tmp_path / "run"), "--step", "7", *script]) == 0
+    found = json.loads((tmp_path / "run" / "replay_step_7.json").read_text())
+    assert (found["samples"], found["loss"]) == ([36, 44], rows[-1]["train/loss"])
+    capsys.readouterr()
+    assert main(["plan", "pretrain", *given, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["micro_batches"], plan["targets_per_step"]) == (4, 256)
