@@ -98,9 +98,9 @@ LENGTHS = {step: SEQ_LEN // 2 if step <= 4 else SEQ_LEN for step in range(1, 12)
 @pytest.mark.parametrize(
     "lives",
     [
-        [(2, 3, "SIGKILL"), (2, None, None)],
+        [(2, 5, "SIGKILL"), (2, None, None)],
         pytest.param(
-            [(2, 3, "SIGKILL"), (1, 4, "SIGTERM"), (2, None, None)], marks=pytest.mark.chaos
+            [(2, 5, "SIGKILL"), (1, 6, "SIGTERM"), (2, None, None)], marks=pytest.mark.chaos
         ),
     ],
     ids=["the same ranks", "other ranks"],
@@ -120,7 +120,7 @@ def test_a_run_whose_sizes_change_goes_on_within_a_phase_and_trains_each_token_o
             for at, tokens in map(json.loads, path.read_text().splitlines()):
                 of_life.setdefault(at, []).extend(tokens)
         starts |= of_life  # what was done last for a step is what counts
-        assert min(of_life) == [1, 3, 8][number]
+        assert (min(of_life) > 1) == (number > 0)  # the save of step 4 has waited for that of 2
     epoch = [
         token
         for step in range(1, 9)

@@ -22,8 +22,7 @@ LAYOUTS = {
     "8 ranks, pipelined": ["mesh.pp=2", "mesh.dp_replicate=2", "mesh.tp=2", UNTIED],
     "experts": [*ROUTED, "mesh.dp_shard=2", "mesh.ep=2"],  # some of them get no token
 }
-BREAKS = """        head=partial(fk.linear_cross_entropy, labels=batch["labels"]),
-    )
+BREAKS = """
     return fk.Loss(loss.sum / loss.count, 1)
 """
 
@@ -60,9 +59,9 @@ def test_its_options_are_those_of_the_check(tokens, monkeypatch):
 
 def test_a_loss_that_divides_within_a_micro_batch_ends_with_code_1(tokens, tmp_path, capsys):
     text = (recipes_folder() / "pretrain.py").read_text()
-    start, end = "    return model(\n", BREAKS[: BREAKS.index("    return")]
+    start, end = "    return model(", "doc_ids=doc_ids, head=head)\n"
     assert text.count(start) == text.count(end) == 1
-    text = text.replace(start, "    loss = model(\n").replace(end, BREAKS)
+    text = text.replace(start, "    loss = model(").replace(end, end.rstrip() + BREAKS)
     (tmp_path / "mine.py").write_text(text)
     assert main(command(tokens, "mesh.dp_shard=2", recipe=tmp_path / "mine.py")) == 1
     shown = capsys.readouterr()
