@@ -169,14 +169,14 @@ class SaveHandle:
 
 
 @attrs.define(eq=False)
-class StepHandle:
-    """Whose gradients the parameters hold; a state that follows from another has its handle.
+class GradientOwner:
+    """Which step the gradients in the parameters belong to; later states share this record.
 
     Attributes:
-        latest: What ``begin_step`` returned last.
+        step: The step that ``begin_step`` returned last, or None.
     """
 
-    latest: Any = None
+    step: Any = None
 
 
 @attrs.frozen(kw_only=True, slots=True, eq=False)
@@ -254,7 +254,9 @@ class TrainState:
         default=None, repr=False, metadata={"checkpoint": False}
     )
     saves: SaveHandle = attrs.field(factory=SaveHandle, repr=False, metadata={"checkpoint": False})
-    steps: StepHandle = attrs.field(factory=StepHandle, repr=False, metadata={"checkpoint": False})
+    gradient_owner: GradientOwner = attrs.field(
+        factory=GradientOwner, repr=False, metadata={"checkpoint": False}
+    )
     _donated_at: str | None = attrs.field(
         default=None, init=False, repr=False, metadata={"checkpoint": False}
     )

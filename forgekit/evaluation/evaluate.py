@@ -101,7 +101,7 @@ def evaluate(
 
     Raises:
         ValueError: If a set has no micro-batch, it holds ids that the model does not have, the
-            sets were tokenized with different tokenizers, or the loss is no sum over positions
+            sets were tokenized with different tokenizers, or the loss is not a sum over positions
             under context parallelism.
 
     Examples:

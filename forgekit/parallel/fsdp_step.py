@@ -1,8 +1,8 @@
-"""FSDP in one step: what it is asked for, in order of time.
+"""FSDP in one step: the calls one step makes, in order.
 
-FSDP reduces gradients inside of a backward and keeps what it holds back outside of ``.grad``. Each
-function below the class closes one gap between that and a step whose micro-batches come one at a
-time; where torch has no public way, its comment says so.
+FSDP reduces gradients during a backward and keeps unreduced ones outside ``.grad``. Each function
+below the class closes one gap between that and a step whose micro-batches come one at a time; where
+torch has no public way, its comment says so.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class FsdpStep:
     An exception anywhere in between is followed by ``begin`` again.
 
     Args:
-        roots: A model, or its ``Layout.roots``; asked for at each step, as users may change a
-            model between two.
+        roots: A model, or its ``Layout.roots``; read at each step, as users may change a model
+            between two steps.
         sync: When gradients are reduced; see ``accumulate``.
 
     Attributes:
-        walked: All modules in the roots.
+        all_modules: All modules in the roots.
         modules: The FSDP modules among them, each root before its parts.
     """
 
     def __init__(self, roots: Iterable[nn.Module], sync: Sync = "last") -> None:
         check_choice("sync", sync, SYNCS)
-        self.walked = walk(roots)
-        self.modules: list[Any] = [one for one in self.walked if isinstance(one, FSDPModule)]
+        self.all_modules = walk(roots)
+        self.modules: list[Any] = [one for one in self.all_modules if isinstance(one, FSDPModule)]
         self._groups: list[Any] = []
         self._records: list[Any] = []  # FSDP's, of the parameters that it shards
         for module in self.modules:
@@ -55,31 +55,34 @@ class FsdpStep:
                 self._groups.append(group)
                 self._records += group.fsdp_params
         self._sync: Sync = sync
-        self._is_set_for: bool | None = None
+        self._is_set_for: bool | None = None  # the last `is_last` that FSDP was told; None: none
 
     def begin(self) -> None:
-        """Bring FSDP to rest and forget all gradients, in place, whatever ran before."""
+        """Reset FSDP and clear all gradients, in place, whatever ran before."""
         if self.modules:
             reset_iteration(self.modules)
             release(self.modules)
         for module in self.modules:
             sum_gradients(module)
         self._is_set_for = None
-        _clear(self.walked, self._records)
+        _clear(self.all_modules, self._records)
         for group in self._groups:
             group._partial_reduce_output = None  # `reset_iteration` keeps it
 
     def before_forward(self, is_last: bool) -> None:
-        """Say whether the coming backward is a step's last, which reduces all gradients."""
+        """Tell FSDP whether the coming backward is a step's last, which reduces all gradients."""
         if self.modules and is_last is not self._is_set_for:
             self._is_set_for = is_last
             _set_sync(self.modules, self._sync, is_last)
 
     def before_backward(self, number: int, is_last: bool) -> None:
-        """Prepare what FSDP is about to look at, after the forward of a micro-batch.
+        """Make up for blocks that a forward did not use, which FSDP's backward would stumble over.
+
+        In the step's first micro-batch, gather parameters that were never gathered; in its last
+        one, if another, give those without a gradient a zero where the reduction needs it.
 
         Args:
-            number: Of the micro-batch in its step, from 0.
+            number: Number of the micro-batch in its step, from 0.
             is_last: As in ``before_forward``.
         """
         if not self.modules:
@@ -94,7 +97,7 @@ class FsdpStep:
         """Reduce what no backward has reduced; clear all gradients if some never can be.
 
         Args:
-            model: Names the parameters.
+            model: Model used to look up parameter names.
             is_reduced: Whether the last backward reduced all gradients.
 
         Returns:
@@ -115,19 +118,20 @@ class FsdpStep:
         """Name the parameters with a gradient hook: FSDP sets gradients of shards and calls none.
 
         Args:
-            model: Names the parameters.
+            model: Model used to look up parameter names.
         """
         return _names(model, [one for one in self._records if one.sharded_param._backward_hooks])
 
     @contextmanager
     def watching_shards(self, model: nn.Module) -> Iterator[set[str]]:
-        """Name the shards whose gradients autograd adds by itself within the block.
+        """Name the shards that autograd, not FSDP, gives a gradient within the block.
 
         That happens to a parameter that is read while it is not gathered, as by ``full_tensor()``
-        in a loss. Its gradient is this rank's alone: FSDP adds up what the model's forward took.
+        in a loss. Its gradient is this rank's alone: FSDP reduces only gradients of parameters that
+        the model's forward gathered.
 
         Args:
-            model: Names the parameters.
+            model: Model used to look up parameter names.
         """
         added: set[str] = set()
         records = [one for one in self._records if one.sharded_param.requires_grad]
@@ -153,7 +157,7 @@ class FsdpStep:
 
 
 def clear_gradients(*roots: nn.Module) -> None:
-    """Forget a model's gradients in place, those that FSDP holds outside ``.grad`` too."""
+    """Clear a model's gradients in place, including those that FSDP holds outside ``.grad``."""
     FsdpStep(roots).begin()
 
 

@@ -1,10 +1,10 @@
 """Forward and backward over a step's micro-batches, pulled one at a time.
 
-No micro-batch's size or count divides anything here, so none has to be known before its turn: a
-rollout stream is not drained early, and ranks need not agree on counts. What comes out are raw
-sums: gradients of summed losses times the loss scale, which keeps 16-bit gradients in range, and
-``Totals``. ``reduce_totals`` adds the totals over the ranks and takes the gradient's norm; ``clip``
-computes the one factor that divides, clips and takes the loss scale out again.
+Nothing here is divided by a micro-batch's size or count, so neither has to be known before its
+turn: a rollout stream is not drained early, and ranks may have different numbers of targets. What
+comes out are raw sums: gradients of summed losses times the loss scale, which keeps 16-bit
+gradients in range, and ``Totals``. ``reduce_totals`` adds the totals over the ranks and takes the
+gradient's norm; ``clip`` computes the one factor that divides, clips and takes the loss scale out.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def accumulate(
         and the samples consumed globally.
 
     Raises:
-        TypeError: If a batch is no TensorDict, the model returns one in a run's first step, or
-            ``loss_fn`` returns no ``Loss``.
+        TypeError: If a batch is not a TensorDict, the model returns one in the first step of a
+            process, or ``loss_fn`` does not return a ``Loss``.
         ValueError: If there is no micro-batch, the loss does not depend on the parameters, a
             sharded parameter has a gradient hook, or the optimizer holds one that is not sharded.
             Whatever is raised, no gradient is left behind and the step can be tried again.
@@ -86,12 +86,13 @@ def accumulate(
 
 
 def begin_step(state: TrainState, *, sync: Sync = "last") -> StepInProgress:
-    """Begin a step: clear old gradients, of a step that nobody ended too.
+    """Begin a step: clear old gradients, including those of a step that was never ended.
 
-    The step is a handle that the caller holds; one is in progress at a time. At the end of its
-    block gradients are reduced and ``totals`` are there; an exception in the block clears what was
+    The step is a handle that the caller holds; one is in progress at a time. Leaving the ``with``
+    block reduces the gradients and sets ``totals``; an exception in the block clears what was
     accumulated. Without a block, as in a server whose requests come one at a time, ``end`` does
-    what the end of the block does, and ``abandon`` what an exception does.
+    what leaving the block does, and ``abandon`` what an exception does. Call ``audit`` yourself
+    before the first step, once for each loss function.
 
     Args:
         state: The state; its step, optimizer and parameter values do not change.
@@ -121,38 +122,34 @@ def begin_step(state: TrainState, *, sync: Sync = "last") -> StepInProgress:
 
             step = fk.begin_step(state)  # before the first "forward_backward"
             step.add(batches, loss_fn)  # each "forward_backward"
-            totals = fk.reduce_totals(step.end(), state)  # "optim_step"
+            totals = fk.reduce_totals(step.end(), state)  # "optim_step": then clip and update
     """
     return StepInProgress(state, sync)
 
 
 class StepInProgress:
-    """A step between ``begin_step`` and its end: its sums, and how many micro-batches there were.
-
-    Attributes:
-        micro_batches: Number of micro-batches so far, on this rank.
-    """
+    """A step between ``begin_step`` and its end: its sums, and the number of micro-batches."""
 
     def __init__(self, state: TrainState, sync: Sync) -> None:
         layout = state.layout
         self._state = state
         self._sync = sync
         self._sharded = FsdpStep(layout.roots(state.model), sync)
-        self._steps = state.steps
-        self._steps.latest = self  # an earlier step's gradients are cleared now
-        self._sharded.begin()
+        self._owner = state.gradient_owner
+        self._owner.step = self  # an earlier step is refused from now on
+        self._sharded.begin()  # clears all gradients
         _check_parameters(state, self._sharded)
         stages = [] if layout.stages is None else layout.stages.modules
-        modules = state.model.modules() if stages else self._sharded.walked
+        modules = state.model.modules() if stages else self._sharded.all_modules
         device = state.targets.device
         self._routers = StepRouters(modules, state.loss_scale, device, stages)
         self._sums = LossSums(device)
         self._samples = 0
         self._rows_are_samples = True
         self._shares: tuple[tuple[Any, Any], ...] = ()
-        self._elsewhere = 0  # micro-batches so far that other replica groups have
-        self._had_last = self._is_reduced = False
-        self._phase: Literal["in progress", "over", "abandoned", "cleared"] = "in progress"
+        self._done_by_others = 0  # micro-batches so far of other replica groups
+        self._is_closed = self._is_reduced = False  # closed: `add` was called with last=True
+        self._phase: Literal["in progress", "over", "abandoned"] = "in progress"
         self._totals: Totals | None = None
 
     @property
@@ -165,10 +162,10 @@ class StepInProgress:
         """The step's sums, once it has ended.
 
         Raises:
-            ValueError: If it has not.
+            ValueError: If it has not ended.
         """
         if self._totals is None:
-            raise ValueError(f"the step is {self._phase}; totals come with its end.")
+            raise self._refusal("totals are available only after it ends")
         return self._totals
 
     def add(
@@ -177,81 +174,83 @@ class StepInProgress:
         """Run one backward per pulled micro-batch, and add its gradient and sums to the step's.
 
         Ranks that share a sequence take their positions of each micro-batch; pipeline stages pass
-        them on to each other. The default random generator is seeded for each from ``(seed, step,
-        rank, number in the step)``, with the rank among those that see other data or other layers,
-        so that dropout depends on nothing that a checkpoint would have to keep.
+        them on to each other. The default random generator is seeded for each micro-batch from
+        ``(seed, step, data rank, context rank, pipeline stage, number in the step)``, so dropout
+        depends on nothing that a checkpoint would have to keep.
 
         Args:
             batches: See ``accumulate``; may be empty.
             loss_fn: ``loss_fn(model, batch) -> Loss``; may differ between calls. All sums have one
                 divisor, the step's number of targets.
-            last: Whether this is the step's last call: gradients are then reduced inside of its
-                last backward, beside computation. Left out, the end of the step reduces them.
+            last: Whether this is the step's last call: gradients are then reduced during its last
+                backward, overlapping computation. If False, the end of the step reduces them.
 
         Raises:
-            ValueError: If the step is over, was abandoned, or had its last call; see
+            ValueError: If the step is not in progress, or an earlier call had ``last=True``; see
                 ``accumulate``. An exception from a micro-batch abandons the step.
         """
         self._check_in_progress()
-        if self._had_last:
-            raise ValueError("the last call of this step had last=True; end it, or leave that out.")
-        self._had_last = last
-        layout, rows_before, done = self._state.layout, self._sums.rows, self.micro_batches
+        if self._is_closed:
+            raise ValueError("the previous add() had last=True; pass it to the final add() only.")
+        self._is_closed = last
+        layout, rows_before, done_before = self._state.layout, self._sums.rows, self.micro_batches
         share = share_of(batches)
-        first_number = self._elsewhere + (0 if share is None else share.first_number)
+        seed_offset = self._done_by_others + (0 if share is None else share.first_number)
         try:
+            # Plain tensors may meet tensor-parallel ones; some torch errors become ValueErrors.
             with mixing_tensors(layout), explaining():
                 if layout.stages is None:
-                    self._add_whole(batches, loss_fn, last, first_number)
+                    self._add_whole(batches, loss_fn, last, seed_offset)
                 else:
                     args = (self._state, batches, loss_fn, self._sums, self._routers)
-                    has_run = accumulate_staged(*args, is_last=last, first_number=first_number)
+                    has_run = accumulate_staged(*args, is_last=last, seed_offset=seed_offset)
                     self._is_reduced = has_run and last
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         samples = samples_of(batches)
-        if samples is None:  # as many rows on each data-parallel rank
+        if samples is None:  # every data-parallel rank has the same number of rows
             samples = (self._sums.rows - rows_before) * data_ranks(self._state.mesh)[1]
         else:
             self._rows_are_samples = False
         self._samples += samples
         if share is not None:
+            micro_batches_of_all, _ = share.whole
             self._shares += ((samples, share.whole),)
-            self._elsewhere += share.whole[0] - (self.micro_batches - done)
+            self._done_by_others += micro_batches_of_all - (self.micro_batches - done_before)
 
     def _add_whole(
-        self, batches: Iterable[TensorDictBase], loss_fn: LossFn, last: bool, first_number: int
+        self, batches: Iterable[TensorDictBase], loss_fn: LossFn, last: bool, seed_offset: int
     ) -> None:
         """Run each micro-batch forward and backward through a model that this rank has whole."""
         state, sharded, device = self._state, self._sharded, self._state.targets.device
-        for number, (batch, is_end) in enumerate(_with_last(batches), start=self.micro_batches):
-            is_last = is_end and last
+        for number, (batch, ends_call) in enumerate(_with_last(batches), start=self.micro_batches):
+            is_last = ends_call and last  # the last micro-batch of the step
             sharded.before_forward(is_last)  # FSDP asks in forward whether backward reduces
             with named("forward"), self._around_forward(number):
                 part = take_part(batch, state.layout, device)
-                seed_micro_batch(state, first_number + number)
+                seed_micro_batch(state, seed_offset + number)
                 loss = check_loss(compute_loss(state.model, part, loss_fn))
-            sharded.before_backward(number, is_last)  # fills in what FSDP misses of unused blocks
-            with named("backward"):
+            sharded.before_backward(number, is_last)  # makes up for blocks that were not used
+            with named("backward"):  # starts from the loss scale, not from 1
                 loss.sum.backward(state.loss_scale.to(loss.sum.dtype))
             self._sums.add(loss, rows=batch.batch_size[0])
             self._is_reduced = is_last or self._sync == "every"
             del loss  # its metrics may hold what its graph holds
 
     def end(self) -> Totals:
-        """Reduce what no backward has reduced, and return the sums; the end of a ``with`` does so.
+        """Reduce what no backward has reduced and return the sums, as leaving the block does.
 
-        A parameter that no micro-batch used gets a gradient of zero, in every layout alike.
+        A parameter that no micro-batch used gets a gradient of zero, in every layout.
 
         Raises:
-            ValueError: If the step is over, was abandoned, or has no micro-batch.
+            ValueError: If the step is not in progress, or has no micro-batch.
         """
         self._check_in_progress()
         try:
             self._totals = self._end()
         except BaseException:
-            self._abandon()
+            self.abandon()
             raise
         self._phase = "over"
         return self._totals
@@ -260,7 +259,8 @@ class StepInProgress:
         if not self.micro_batches:
             raise ValueError("a step got no micro-batch; every rank must provide at least one.")
         state, sums = self._state, self._sums
-        # Before zeros are filled in: what was never reduced must not pass for unused.
+        # Gradients that FSDP still holds back are cleared here, so `.grad` is None for them as for
+        # unused parameters. Only these names tell the two apart; `reduce_totals` raises for them.
         unreduced = self._sharded.end(state.model, is_reduced=self._is_reduced)
         _fill_unused(state)
         return sums.totals(
@@ -273,20 +273,13 @@ class StepInProgress:
         )
 
     def abandon(self) -> None:
-        """Clear what was accumulated, in place, and what FSDP holds back; an exception does so.
+        """Clear what was accumulated, in place, and what FSDP holds back.
 
-        May be called again, as by a server's ``except`` after ``add`` has raised.
-
-        Raises:
-            ValueError: If the step is over, or another one has begun.
+        An exception in the block or in ``add`` does the same. A step that has ended, or was
+        replaced by a newer one, is left as it is, so an ``except`` may always call this.
         """
-        if self._phase != "abandoned":
-            self._check_in_progress()
-            self._abandon()
-
-    def _abandon(self) -> None:
-        self._phase, self._totals = "abandoned", None
-        if self._steps.latest is self:  # else they are the gradients of another step
+        if self._phase == "in progress" and self._owner.step is self:
+            self._phase = "abandoned"
             self._sharded.begin()
 
     def __enter__(self) -> Self:
@@ -297,23 +290,25 @@ class StepInProgress:
     def __exit__(
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
     ) -> None:
-        """End the step, or clear it after an exception."""
+        """End the step, or abandon it after an exception."""
         if kind is not None:
-            self._abandon()
+            self.abandon()
         elif self._phase == "in progress":
             self.end()
 
     def _check_in_progress(self) -> None:
-        if self._phase == "in progress" and self._steps.latest is not self:
-            self._phase = "cleared"  # by another one that has begun
-        if self._phase != "in progress":
-            remedy = "use one until its end, and begin another with forgekit.begin_step(state)."
-            raise ValueError(f"this step is {self._phase}; {remedy}")
+        if self._phase != "in progress" or self._owner.step is not self:
+            raise self._refusal("begin a new step with forgekit.begin_step(state)")
+
+    def _refusal(self, remedy: str) -> ValueError:
+        is_replaced = self._phase == "in progress" and self._owner.step is not self
+        phase = "replaced by a newer step" if is_replaced else self._phase
+        return ValueError(f"this step is {phase}; {remedy}.")
 
     def _around_forward(self, number: int) -> AbstractContextManager[object]:
-        """Record what routers count; in a run's first forward, look at what modules return."""
+        """Record what routers count; in a process's first forward, check what modules return."""
         recording = self._routers.recording()
-        if number or self._state.agreed_names is not None:
+        if number or self._state.agreed_names is not None:  # set by the first reduction
             return recording
         hooks = ExitStack()
         hooks.enter_context(recording)
@@ -329,9 +324,9 @@ def count_ahead(
 ) -> tuple[list[TensorDictBase], dict[str, Tensor]]:
     """Count a step's targets before its first backward, for losses with different divisors.
 
-    One factor per step is exact only for losses that share a count. With the true counts at hand
-    the others can be rescaled: ``Loss(a.sum + b.sum * counts["a"] / counts["b"], a.count)``. The
-    price is that all micro-batches are pulled at once, and one more collective.
+    One factor per step is exact only for losses that share a count. With the true counts the others
+    can be rescaled: ``Loss(a.sum + b.sum * counts["a"] / counts["b"], a.count)``. The cost is that
+    all micro-batches are pulled at once, and one more collective.
 
     Args:
         state: The state; nothing in it changes.
@@ -358,7 +353,7 @@ def count_ahead(
 
 
 def _with_last(batches: Iterable[TensorDictBase]) -> Iterator[tuple[TensorDictBase, bool]]:
-    """Each micro-batch with whether it is the last; pulls ahead only where the size is unknown."""
+    """Yield each micro-batch and whether it is the last one; pull ahead if the size is unknown."""
     if (size := length_of(batches)) is not None:
         for count, batch in enumerate(batches, start=1):
             yield batch, count == size
@@ -391,9 +386,9 @@ def _check_parameters(state: TrainState, sharded: FsdpStep) -> None:
 
 
 def _fill_unused(state: TrainState) -> None:
-    """Give parameters that no micro-batch used a gradient of zero, in every layout alike.
+    """Give parameters that no micro-batch used a gradient of zero, in every layout.
 
-    FSDP does so for some and not for others, by what ran before; an optimizer treats a missing
+    FSDP does so for some of them, depending on what ran before; an optimizer treats a missing
     gradient differently from zero, so layouts and resumed runs would drift apart.
     """
     for parameter in parameters_of(state.optimizer):

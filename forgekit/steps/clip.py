@@ -1,6 +1,6 @@
 """From a step's totals to the one factor that normalises and clips its gradients.
 
-A step that stands out from those before it may be left out like a broken one.
+A step whose loss or norm is an outlier may be skipped like one that is not finite.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def is_finite(totals: Totals) -> Tensor:
 
 
 def check_max_norm(max_norm: float) -> None:
-    """Refuse a bound that would turn every gradient around or into nothing."""
+    """Raise for a bound that is not positive: it would flip or zero every gradient."""
     if not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}; it must be positive. inf does not clip.")
+        raise ValueError(f"max_norm is {max_norm}; it must be positive (inf disables clipping).")
 
 
 ROUNDING = 1e-6
@@ -92,9 +92,9 @@ class SpikeLimit:
     """How far the loss or the gradient norm of a step may lie above those of the last good steps.
 
     Attributes:
-        sigmas: Standard deviations above the mean from which on a step is a spike.
-        window: Good steps that mean and deviation are of.
-        least: Good steps that have to be there before any is judged, from 2 to ``window``.
+        sigmas: A step this many standard deviations above the mean is a spike.
+        window: Number of last good steps over which mean and deviation are taken.
+        least: Number of good steps before any step is judged, from 2 to ``window``.
 
     Raises:
         ValueError: If ``sigmas`` is not positive, or not ``2 <= least <= window``.
@@ -107,22 +107,22 @@ class SpikeLimit:
     @least.validator  # pyright: ignore[reportAttributeAccessIssue]
     def _fits(self, _: Any, least: int) -> None:
         if least > self.window:
-            raise ValueError(f"least is {least} steps; the window holds {self.window}.")
+            raise ValueError(f"least ({least}) must be at most the window ({self.window}).")
 
 
 def limit_spikes(
     correction: Correction, totals: Totals, recent: Tensor | None, limit: SpikeLimit
 ) -> tuple[Correction, Tensor]:
-    """Turn a step that stands out into a bad one, which changes nothing; on the device.
+    """Turn an outlier into a bad step, which changes nothing; on the device.
 
-    Losses and norms of good steps alone are remembered. So a loss that has risen for good is
-    left out step after step, and ``bad_step_policy`` says when that is too often.
+    Only losses and norms of good steps are remembered. So if a loss has risen for good, every step
+    is skipped, and ``bad_step_policy`` decides when that is too often.
 
     Args:
         correction: What ``clip`` returned.
         totals: Reduced totals; reads ``loss`` and ``targets``.
         recent: ``[window 2]`` float64: ``state.recent``; None before the first step.
-        limit: What standing out means.
+        limit: When a step is an outlier.
 
     Returns:
         The correction, its ``finite`` False and its ``factor`` 0 for a spike, and the next
@@ -140,13 +140,13 @@ def limit_spikes(
         False
     """
     now = torch.stack([totals["loss"] / totals["targets"], correction.grad_norm]).double()
-    # A checkpoint may hold another number of steps than are asked for now.
+    # A checkpoint may have been written with another window.
     empty = now.new_full((limit.window, 2), math.nan)
     recent = empty if recent is None else torch.cat([empty, recent.to(now)])[-limit.window :]
     remembered = ~recent[:, 0].isnan()
     mean = recent.nanmean(0)
     deviation = (recent - mean).square().nanmean(0).sqrt().maximum(ROUNDING * mean.abs())
-    # Comparisons with NaN are False: nothing stands out where nothing is remembered.
+    # Comparisons with NaN are False: without remembered steps there are no outliers.
     stands_out = (now > mean + limit.sigmas * deviation).any() & (remembered.sum() >= limit.least)
     good = correction.finite & ~stands_out
     factor = torch.where(good, correction.factor, 0.0)

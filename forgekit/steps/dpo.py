@@ -205,13 +205,13 @@ def _check_layout(model: Any) -> Layout:
     layout = layout_of(model) if isinstance(model, nn.Module) else None
     if layout is None or layout.stages is not None:  # inside a pipeline something stands for it
         raise ValueError(
-            "dpo_loss needs the model's answers and the reference's, and a pipeline runs a model "
-            "once for each micro-batch. Use a mesh with pp=1."
+            "dpo_loss needs a forward of both the model and the reference, but a pipeline runs one "
+            "model call per micro-batch. Use a mesh with pp=1."
         )
     if layout.context > 1:
         raise ValueError(
-            f"dpo_loss adds up whole answers, and ranks of cp {layout.context} hold slices. Use a "
-            "mesh with cp=1."
+            f"dpo_loss needs whole sequences, but with cp={layout.context} each rank holds a "
+            "slice. Use a mesh with cp=1."
         )
     return layout
 
@@ -244,13 +244,13 @@ def _sockets_of(model: nn.Module, reference: nn.Module | None) -> dict[str, dict
     layers = lora_layers(model)
     if not layers:
         raise ValueError(
-            f"{type(model).__name__} has no adapters, so there is no reference in it. Pass "
-            "reference= (in the recipe reference=model), or add adapters (lora.rank=16)."
+            f"{type(model).__name__} has no adapters, so it cannot serve as its own reference. "
+            "Pass reference= (in the recipe reference=model), or add adapters (lora.rank=16)."
         )
     if merged := [name for name, layer in layers.items() if layer.bases]:
         raise ValueError(
-            f"the adapters of {merged[0]!r} are merged into its weights, so the reference is not "
-            "there. Call forgekit.unmerge_lora(model) first."
+            f"the adapters of {merged[0]!r} are merged into its weights, so the reference weights "
+            "are unavailable. Call forgekit.unmerge_lora(model) first."
         )
     factors = set(adapter_names(model))
     trained = (name for name, p in model.named_parameters() if p.requires_grad)

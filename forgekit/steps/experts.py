@@ -92,7 +92,7 @@ class StepRouters:
         if not self._router_counts:
             raise ValueError(
                 f"loss_fn did not call {type(self._routed).__name__} with gradients, so its "
-                "routers got no loss scale. Call the model itself, not its forward or its layers."
+                "routers got no loss scale. Call model(...), not model.forward or a submodule."
             )
         layers = self._routed.spec.routed.values()
         experts = self._routed.spec.moe.experts

@@ -58,7 +58,7 @@ def gradients(state: TrainState, totals: Totals, *, pattern: str = "*") -> dict[
 
 
 def grad_norms(state: TrainState, totals: Totals) -> dict[str, Tensor]:
-    """Give the L2 norms of the token-mean loss's gradients, by parameter.
+    """Return the L2 norms of the token-mean loss's gradients, by parameter.
 
     Every rank calls it: one collective, of a number for each parameter. Call it between
     ``reduce_totals`` and ``update``. Nothing is read by the host.
@@ -81,8 +81,8 @@ def grad_norms(state: TrainState, totals: Totals) -> dict[str, Tensor]:
 
 
 def _unit(totals: Totals) -> Tensor:
-    """What turns a raw gradient into that of the mean, ``[]`` float64; of no targets, the sum."""
-    totals["grad_sq"]  # says what to do if it is not there
+    """Factor from a raw gradient to the mean's, ``[]`` float64; without targets, to the sum's."""
+    totals["grad_sq"]  # raises before `reduce_totals`
     targets = totals["targets"]
     return (totals["loss_scale"] * torch.where(targets > 0, targets, 1.0)).reciprocal()
 

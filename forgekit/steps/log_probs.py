@@ -81,7 +81,7 @@ def linear_log_probs(
     """
     check_projection(hidden, weight, labels)
     if not LEAST_TEMPERATURE <= temperature < math.inf:
-        rule = f"it must be positive and finite, and at least {LEAST_TEMPERATURE}"
+        rule = f"it must be finite and at least {LEAST_TEMPERATURE}"
         raise ValueError(f"temperature is {temperature}; {rule}.")
     hidden, weight, columns = take_projection(hidden, weight, vocab_size)
     if batch_invariant and columns is not None:

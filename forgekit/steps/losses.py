@@ -26,7 +26,7 @@ Metric = Number | tuple[Number, Number]
 
 
 BITS = MappingProxyType({2: torch.int16, 4: torch.int32, 8: torch.int64})
-"""Integers of as many bytes as a float."""
+"""Integer dtypes by number of bytes."""
 
 
 # A stdlib dataclass: it may leave a module that FSDP2 wraps, and FSDP2 looks for tensors inside
@@ -40,16 +40,16 @@ class Loss:
         count: Number of targets, an int or a ``[]`` tensor. Counts of all micro-batches on all
             ranks are added, and the step divides by the total.
         metrics: Further numbers to report, by name: ``(sum, count)`` pairs, added up over the
-            step and divided then; a single number counts as one observation. Of one that is named
-            ``<what>/loss`` the step reports the count too, as ``<what>/targets``.
+            step and divided then; a single number counts as one observation. For a metric named
+            ``<name>/loss`` the step also reports its count, as ``<name>/targets``.
         rows: Optionally the sum and count of each row, ``([b], [b])``; see ``losses_by_source``.
             Those of this library's losses are computed when they are read.
         means: The part of the sum that ``with_mean`` added.
         is_nll: Whether the sum is the negative log-likelihood of the targets, in nats, so that its
             mean has a perplexity (``evaluate``). Set it for a cross-entropy of your own; a loss
-            with a further term, such as a z-loss, is none.
+            with a further term, such as a z-loss, does not qualify.
         problem: Why the loss cannot be trained on, where there are several ranks: the step raises
-            it on all of them. Alone a rank would leave the others waiting for it.
+            it on all of them. If one rank raised alone, the others would hang.
 
     Examples:
         >>> loss = Loss(torch.tensor(6.0), 3)
@@ -113,7 +113,7 @@ class Loss:
 
     def _check_names(self, others: Mapping[str, Metric]) -> None:
         if twice := self.metrics.keys() & others.keys():
-            raise ValueError(f"both losses report {sorted(twice)}; rename one of each.")
+            raise ValueError(f"both losses have metrics named {sorted(twice)}; rename them in one.")
 
     def with_mean(self, aux: Tensor, weight: float) -> Loss:
         """Add a mean over this micro-batch, weighted by its number of targets.
@@ -138,7 +138,7 @@ LossFn = Callable[[nn.Module, TensorDictBase], Loss]
 
 
 class RowSums(Sequence[Tensor]):
-    """Sum and count of each row, ``([b], [b])``, computed when they are read: few losses are."""
+    """Sum and count of each row, ``([b], [b])``, computed only when they are read."""
 
     def __init__(self, losses: Tensor, is_target: Tensor) -> None:
         self._losses, self._is_target = losses, is_target
@@ -167,7 +167,7 @@ def losses_by_source(loss_fn: LossFn, sources: Sequence[str]) -> LossFn:
         of rows of this source (NaN without any), and ``source/<name>/targets``.
 
     Raises:
-        ValueError: If a source is there twice; when called, if the loss has no rows.
+        ValueError: If a source is named twice; when called, if the loss has no rows.
 
     Examples:
         >>> def loss_fn(model, batch):
@@ -180,7 +180,7 @@ def losses_by_source(loss_fn: LossFn, sources: Sequence[str]) -> LossFn:
     """
     names = tuple(sources)
     if len(set(names)) < len(names):
-        raise ValueError(f"sources are {list(names)}; name each once: order.sources.")
+        raise ValueError(f"source names must be unique; got {list(names)}. Pass order.sources.")
 
     def by_source(model: Any, batch: TensorDictBase) -> Loss:
         loss = loss_fn(model, batch)
@@ -197,8 +197,8 @@ def _split(loss: Loss, batch: TensorDictBase, sources: int) -> Tensor:
     """Sums and counts of each source, ``[2 sources]`` float64."""
     if loss.rows is None:
         raise ValueError(
-            "the loss has no rows to tell sources apart; return Loss(sum, count, rows=(sums, "
-            "counts)), [b] each, as forgekit.cross_entropy does."
+            "the loss has no per-row values, needed to split it by source; return Loss(sum, count, "
+            "rows=(sums, counts)), [b] each, as forgekit.cross_entropy does."
         )
     rows = torch.stack([part.detach().double() for part in loss.rows])
     return rows.new_zeros(2, sources).index_add_(1, batch["source"].to(rows.device), rows)

@@ -55,34 +55,34 @@ def make_step(
     """Build ``step(state, batches) -> (state, metrics)``.
 
     The step is ``accumulate``, ``reduce_totals`` with the votes of ``stop`` and ``end``,
-    ``gradient_hook`` where there is one, ``clip``, ``limit_spikes`` where it is asked for,
-    ``update`` and ``step_metrics`` in that order, after ``audit`` before the first step of a
-    process, and nothing else; write them out where something has to happen in between.
+    ``gradient_hook`` if given, ``clip``, ``limit_spikes`` if ``spikes`` is given, ``update`` and
+    ``step_metrics``, in that order, preceded by ``audit`` on the first step of a process. To do
+    something in between, call the parts yourself.
 
     Args:
         loss_fn: ``loss_fn(model, batch) -> Loss``.
-        schedule: Learning rate as a pure function of the step number, which starts at 0; one
-            ``with_phases`` follows the samples.
-        max_norm: Upper bound of the gradient's global L2 norm; ``inf`` does not clip.
+        schedule: Learning rate as a pure function of the step number, which starts at 0; a schedule
+            made by ``with_phases`` depends on the number of samples instead.
+        max_norm: Upper bound of the gradient's global L2 norm; ``inf`` disables clipping.
         sync: See ``accumulate``.
         stop: A ``StopSignal``; its vote travels in the step's one collective.
         end: The same ``DataEnd`` that was passed to ``groups``; its vote is part of the same
             all-reduce.
         spikes: Skip steps whose loss or gradient norm is an outlier against ``state.recent``; the
-            metrics then have ``spikes``, 1 for such a step. None skips none.
-        audit: Whether ``audit`` runs before the first step of a process, which also compares these
-            options over the ranks.
+            metrics then have ``spikes``, 1 for such a step. None disables this.
+        audit: Whether ``audit`` runs before the first step of a process, and that step compares
+            these options over the ranks.
         total: Number of steps of the run, for a ``bias_rate`` of experts that depends on it.
         gradient_hook: Called on every rank with the state and the reduced totals. It may read
-            gradients, and what it returns, 0-d tensors, joins the metrics. Whoever changes
-            gradients writes the parts out, and does so before ``reduce_totals`` takes their norm.
+            gradients, and returns further metrics as 0-d tensors. To modify gradients, call the
+            parts yourself and change them before ``reduce_totals``, which takes their norm.
 
     Returns:
         A function that consumes the state and returns the next one with the step's metrics, a
         TensorDict of ``[]`` float64 on the device.
 
     Raises:
-        ValueError: If ``max_norm`` is not positive; in a run's first step if the optimizer's rate
+        ValueError: If ``max_norm`` is not positive; at ``state.step`` 0, if the optimizer's rate
             never occurs in the schedule.
     """
     check_max_norm(max_norm)
@@ -91,30 +91,34 @@ def make_step(
     }
 
     def step(state: StateT, batches: Iterable[TensorDictBase]) -> tuple[StateT, TensorDict]:
+        if state.step == 0:
+            check_rates(state.optimizer, schedule, total or SEARCHED_STEPS)
+        # On the first step of a process: pulls a micro-batch, audits it, and yields it again.
         if audit:
             batches = audited(state, batches, loss_fn)
         totals = accumulate(state, batches, loss_fn, sync=sync)
         # Votes travel among the sums: agreeing to stop needs no collective of its own.
         for name, voter in voters.items():
             totals = totals.plus(**{name: torch.full_like(totals["loss"], voter.vote())})
-        if state.step == 0:
-            check_rates(state.optimizer, schedule, total or SEARCHED_STEPS)
         lr = _rate(schedule, state, totals.samples)
+        # The first reduction of a process compares them over the ranks.
         options = {"max_norm": max_norm, "sync": sync, "spikes": spikes, "learning rate": lr}
         totals = reduce_totals(totals, state, settings=options if audit else None)
         for name, voter in voters.items():
             voter.receive(totals[name])
         hook_metrics = None if gradient_hook is None else gradient_hook(state, totals)
         correction = clip(totals, max_norm=max_norm)
-        kept, recent = correction, state.recent
-        if spikes is not None:  # the host does not wait to learn whether this step is one
-            kept, recent = limit_spikes(correction, totals, state.recent, spikes)
-        state = update(state, kept, lr=lr, totals=totals, total=total)
-        metrics = step_metrics(totals, kept, lr=lr)
+        applied, recent = correction, state.recent
+        if spikes is not None:  # computed on the device, so the host need not wait
+            applied, recent = limit_spikes(correction, totals, state.recent, spikes)
+        state = update(state, applied, lr=lr, totals=totals, total=total)
+        metrics = step_metrics(totals, applied, lr=lr)
         if spikes is not None:
             state = donate(state, recent=recent)
-            metrics["spikes"] = (correction.finite & ~kept.finite).to(metrics["skipped"].dtype)
-        return state, metrics if hook_metrics is None else metrics.update(hook_metrics)
+            metrics["spikes"] = (correction.finite & ~applied.finite).to(metrics["skipped"].dtype)
+        if hook_metrics is not None:
+            metrics.update(hook_metrics)
+        return state, metrics
 
     return step
 
@@ -123,8 +127,8 @@ def _rate(schedule: Callable[[int], float], state: TrainState, samples: int) -> 
     """Evaluate the schedule; a phased one depends on the sample number, after skips."""
     if not isinstance(schedule, PhasedSchedule):
         return schedule(state.step)
-    last = renumber(state.samples + samples - 1, state.skips)
-    return schedule(state.step, end=int(last) + 1)
+    last_sample = renumber(state.samples + samples - 1, state.skips)
+    return schedule(state.step, end=int(last_sample) + 1)
 
 
 def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> TensorDict:
@@ -138,9 +142,9 @@ def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> Tensor
     Returns:
         TensorDict of ``[]`` float64 on the device: ``loss`` (mean over the targets; NaN without
         any), ``grad_norm``, ``lr``, ``targets``, ``skipped`` (1 if the step changed nothing), and
-        each of the loss function's own metrics, its sum over its count; of one that is named
-        ``<what>/loss`` also the count, as ``<what>/targets``. Of a model with experts also
-        ``moe/...``, see ``expert_metrics``.
+        each of the loss function's own metrics, its sum over its count. For a metric named
+        ``<name>/loss``, its count is also reported, as ``<name>/targets``; for a model with
+        experts also ``moe/...``, see ``expert_metrics``.
     """
     sums = dict(totals.sums.items())
     loss, targets = sums["loss"], sums["targets"]
@@ -149,6 +153,6 @@ def step_metrics(totals: Totals, correction: Correction, *, lr: float) -> Tensor
         "grad_norm": correction.grad_norm,
         "lr": torch.full_like(loss, lr),
         "targets": targets,
-        "skipped": torch.logical_not(correction.finite, out=torch.empty_like(loss)),
+        "skipped": (~correction.finite).to(loss.dtype),
     }
     return TensorDict(metrics | expert_metrics(sums) | mean_metrics(sums), [])

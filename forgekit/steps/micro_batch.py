@@ -51,7 +51,7 @@ EXPLAINED = MappingProxyType(
         "out of bounds for storage of size 0": FREED,
     }
 )
-"""What torch says, and what it means in a step."""
+"""Parts of torch's error messages, and what they mean in a step."""
 
 
 def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> TensorDictBase:
@@ -66,7 +66,7 @@ def take_part(batch: TensorDictBase, layout: Layout, device: torch.device) -> Te
         ``[b s/cp]``: for a ring a zigzag slice, and of that a contiguous one for Ulysses.
 
     Raises:
-        TypeError: If it is no TensorDict with rows.
+        TypeError: If it is not a TensorDict with rows.
         ValueError: If the positions cannot be shared evenly.
     """
     check_rows(batch)
@@ -91,8 +91,8 @@ def check_rows(batch: Any) -> None:
     """Raise a TypeError unless a micro-batch is a TensorDict with rows."""
     if not isinstance(batch, TensorDictBase) or not batch.batch_size:
         raise TypeError(
-            f"a micro-batch is a {type(batch).__name__} without rows; a step needs a list of "
-            "TensorDict(tensors, batch_size=[b])."
+            "a micro-batch must be a TensorDict with a batch dimension; got a "
+            f"{type(batch).__name__} without. Pass a list of TensorDict(tensors, batch_size=[b])."
         )
 
 
@@ -101,11 +101,11 @@ def seed_micro_batch(state: TrainState, number: int, stage: int | None = None) -
 
     Args:
         state: The state, which is not changed.
-        number: Of the micro-batch in its step, from 0.
-        stage: Of a pipeline; other layers draw other numbers.
+        number: Number of the micro-batch in its step, from 0.
+        stage: Pipeline stage; other layers draw other numbers.
     """
     rank, _ = data_ranks(state.mesh)
-    # Other positions draw other numbers too; tensor-parallel ranks draw the same.
+    # Ranks with other positions draw other numbers; tensor-parallel ranks draw the same.
     context_rank = state.layout.context_rank
     text = f"{state.seed}/{state.step}/{rank}/{context_rank}/{stage}/{number}".encode()
     digest = hashlib.blake2b(text, digest_size=8).digest()
@@ -120,7 +120,7 @@ def compute_loss(model: Any, batch: TensorDictBase, loss_fn: LossFn) -> Loss:
     """Call a loss function and return its loss, whose sum and count are plain.
 
     Raises:
-        TypeError: If it returns no ``Loss``.
+        TypeError: If it does not return a ``Loss``.
     """
     loss: Any = loss_fn(model, batch)
     if not isinstance(loss, Loss):
@@ -142,7 +142,7 @@ class explaining:
     __slots__ = ()
 
     def __enter__(self) -> None:
-        """Nothing is noted."""
+        """Do nothing."""
 
     def __exit__(self, _kind: Any, error: BaseException | None, _trace: Any) -> None:
         """Look the message up in ``EXPLAINED``."""
@@ -160,7 +160,7 @@ def check_loss(loss: Loss) -> Loss:
             what every step reports.
     """
     if loss.metrics and (taken := RESERVED & loss.metrics.keys()):
-        raise ValueError(f"a loss reports {sorted(taken)}, names that every step reports; rename.")
+        raise ValueError(f"metric names {sorted(taken)} are reserved; rename them.")
     if isinstance(loss.count, Tensor) and loss.count.requires_grad:
         raise ValueError(
             "loss_fn returned a count that carries a gradient, which the step would drop: it "
@@ -190,7 +190,7 @@ def length_of(batches: Iterable[TensorDictBase]) -> int | None:
     """Number of micro-batches; None if it is not known before the end."""
     try:
         return len(batches)  # pyright: ignore[reportArgumentType]
-    except TypeError:  # also what a DataLoader over a stream answers
+    except TypeError:  # a DataLoader over a stream raises it as well
         return None
 
 
@@ -246,7 +246,7 @@ class Peeked:
 
 
 def samples_of(batches: Iterable[TensorDictBase]) -> int | None:
-    """Rows that all ranks have consumed; None where every rank consumed as many as this one."""
+    """Rows that all ranks have consumed; None where every rank consumed the same number."""
     known = _counting(batches, CountedBatches)
     return None if known is None else known.samples
 
@@ -292,16 +292,16 @@ def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
 
 
 def check_positions(positions: int, layout: Layout) -> None:
-    """Raise unless ranks can share the positions evenly, and the model takes as many."""
+    """Raise unless ranks can share the positions evenly and the model's maximum is not exceeded."""
     multiple = layout.positions_multiple
     if layout.longest is not None and positions > layout.longest:
         raise ValueError(
-            f"input_ids has {positions} positions; max_seq_len is {layout.longest}, over all ranks "
-            "that share a sequence."
+            f"input_ids has {positions} positions, more than max_seq_len, which is "
+            f"{layout.longest} for a whole sequence."
         )
     if positions % multiple:
         raise ValueError(
-            f"input_ids has {positions} positions, which {multiple} must divide (cp "
-            f"{layout.context}, tp {layout.sequence}; a ring has two slices for each rank); "
+            f"sequence length {positions} must be a multiple of {multiple} (cp {layout.context}, "
+            f"tp {layout.sequence}; a ring has two slices for each rank); "
             f"{nearest_multiples(positions, multiple)}. Change data.seq_len or the mesh."
         )

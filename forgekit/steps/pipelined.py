@@ -52,7 +52,7 @@ def accumulate_staged(
     routers: StepRouters,
     *,
     is_last: bool,
-    first_number: int,
+    seed_offset: int,
 ) -> bool:
     """Leave a step's summed raw gradient in the parameters of this rank's stages.
 
@@ -65,14 +65,14 @@ def accumulate_staged(
         sums: Gets the losses on the rank of the last stage, zeros on the others; all count rows.
         routers: Records what routers of experts count.
         is_last: Whether these are the step's last micro-batches; before them nothing is reduced.
-        first_number: What the number of each in the step is counted from, beside earlier calls'.
+        seed_offset: Added to each one's number in the step, for its seed.
 
     Returns:
         Whether there was a micro-batch.
 
     Raises:
-        TypeError: If ``batches`` have no ``len``, a stage returns no tensor, or ``loss_fn`` no
-            ``Loss``.
+        TypeError: If ``batches`` has no ``len``, a stage does not return a tensor, or ``loss_fn``
+            does not return a ``Loss``.
         ValueError: If the schedule cannot run so many micro-batches, they differ in shape or from
             those of other ranks, ``loss_fn`` does not call the model, or more than the stream has
             to cross between stages.
@@ -80,7 +80,7 @@ def accumulate_staged(
             stage began, or an exception has broken off an earlier schedule.
     """
     size = len(batches)  # pyright: ignore[reportArgumentType]  # a schedule has to know it
-    work = _Work(state, batches, size, loss_fn, None, sums, is_last, first_number)
+    work = _Work(state, batches, size, loss_fn, None, sums, is_last, seed_offset)
     shape = work.start()
     if size:
         with routers.recording():
@@ -139,7 +139,7 @@ class _Work:
     _look: FirstLook
     sums: LossSums
     _is_last: bool = False
-    _first_number: int = 0
+    _seed_offset: int = 0
     _trains: bool = attrs.field(factory=torch.is_grad_enabled, init=False)
     _done: int = attrs.field(init=False)
     _pulled: int = attrs.field(default=0, init=False)
@@ -191,7 +191,7 @@ class _Work:
                 self._size = self._pulled
             elif batch is None:
                 size, pulled = self._size, self._pulled
-                raise ValueError(f"micro-batches have a len() of {size} and ended after {pulled}.")
+                raise ValueError(f"batches has len() {size} but yielded only {pulled}.")
             else:
                 self._whole = batch if self._pulled == 0 else None
                 part = take_part(batch, self._state.layout, self.stages.device)
@@ -209,12 +209,12 @@ class _Work:
         shape, expected = self.shape(micro_batch), _shape_of(self._first)
         if shape != expected:
             raise ValueError(
-                f"micro-batch {micro_batch} has shape {tuple(shape)} and the first one of the step "
-                f"{tuple(expected)}; a pipeline needs one shape: pad rows to one length, or pack."
+                f"micro-batch {micro_batch} has shape {tuple(shape)}, the first one of the step "
+                f"{tuple(expected)}; a pipeline needs one shape. Pad rows to one length, or pack."
             )
         number = self._done + micro_batch
         # Schedules mix stages and micro-batches; what is drawn must not depend on their order.
-        seed_micro_batch(self._state, self._first_number + number, stage)
+        seed_micro_batch(self._state, self._seed_offset + number, stage)
         with named(f"forward of stage {stage}"):
             out = self.compute(stage, micro_batch, received)
         # Before the last backward, which reduces what all of them have added up.
@@ -249,7 +249,7 @@ class _Work:
         *given: Any,
         rehearses: bool = False,
     ) -> Any:
-        """What a stage sends of a micro-batch; of the last one, the loss."""
+        """Return what a stage sends of a micro-batch; the last stage returns the loss."""
         is_last = stage == self.stages.count - 1
         with ExitStack() as stack:
 
@@ -264,7 +264,7 @@ class _Work:
                 return out
 
             try:
-                with explaining():  # here, as other ranks are told of it
+                with explaining():  # here, since the other ranks receive the message
                     loss = compute_loss(_Bound(self._state.model, output), batch, self._loss_fn)
             except _StopAtStage as left:
                 return left.with_traceback(None).out  # whose frames hold all that ran
@@ -353,7 +353,7 @@ class _StopAtStage(BaseException):
 
 
 class _Bound:
-    """Stands for the model inside a loss function: its call runs one stage, once."""
+    """The model as a loss function sees it: a call runs one stage, once."""
 
     def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
         self._model, self._run, self._was_called = model, run, False

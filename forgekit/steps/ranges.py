@@ -15,16 +15,16 @@ R = TypeVar("R")
 
 PREFIX = "forgekit."
 NOTHING = nullcontext()
-"""Does nothing; one for all, as a step enters several for each micro-batch."""
+"""A context manager that does nothing."""
 
 
 def named(name: str) -> AbstractContextManager[object]:
-    """What happens inside is ``forgekit.<name>`` in the trace of a profiler that runs."""
+    """Name the block ``forgekit.<name>`` in the trace of a running profiler."""
     return record_function(PREFIX + name) if _profiler_enabled() else NOTHING
 
 
 def ranged(function: Callable[P, R]) -> Callable[P, R]:
-    """Give each call of a function its name in the trace of a profiler that runs."""
+    """Name each call of a function in the trace of a running profiler."""
 
     @wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> R:

@@ -134,7 +134,7 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
             it. Also if the totals have been summed before.
     """
     if (shares := totals.checked.shares) is None:
-        raise ValueError("these totals were summed before; sum_replicas comes once in a step.")
+        raise ValueError("totals were summed before; call sum_replicas only once per step.")
     problem = find_problem(totals, state)
     if problem is None and len({samples == 0 for samples, _ in shares}) > 1:
         problem = UNEVEN
@@ -166,11 +166,11 @@ def sum_replicas(totals: Totals, state: TrainState, replicas: Replicas) -> Total
 
 
 UNEVEN = (
-    "this group has rows of one share of the step and none of another, whose micro-batch would be "
-    "counted twice. Take all shares of a step from as many micro-batches."
+    "this group has rows of one share of the step but none of another, whose micro-batch would be "
+    "counted twice. Use the same number of micro-batches for every share."
 )
 OTHER_SUMS = (
-    "this group adds up something else than the others: {sums}, of steps of {sizes} "
+    "this group's sums or step sizes differ from the other groups': {sums}, sizes {sizes} "
     "(micro-batches, rows of each). Start it with the loss and the batch sizes of the others."
 )
 

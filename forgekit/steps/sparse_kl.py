@@ -90,8 +90,7 @@ def sparse_kl(
     check_projection(hidden, weight, ids[..., 0])
     if not LEAST_TEMPERATURE <= temperature < math.inf:
         raise ValueError(
-            f"temperature is {temperature}; it must be positive and finite, and at least "
-            f"{LEAST_TEMPERATURE}."
+            f"temperature is {temperature}; it must be finite and at least {LEAST_TEMPERATURE}."
         )
     tokens = vocab_size or weight.shape[0]
     is_target = ids[..., 0] != IGNORED

@@ -35,10 +35,10 @@ LAG = 2
 
 @attrs.frozen
 class Checked:
-    """What is checked of a rank's step, and never added up.
+    """Everything of a rank's step that is checked and never added up.
 
     Attributes:
-        rows: Rows of this rank where ``samples`` takes them to be as many on every rank, else 0.
+        rows: Rows of this rank where ``samples`` assumes the same number on every rank, else 0.
         problem: Why a loss of this rank cannot be trained on; ``reduce_totals`` raises it, on all
             ranks together.
         unreduced: Names of parameters whose gradients FSDP holds back; refused in the same way.
@@ -66,7 +66,7 @@ class Totals:
             two in float32. Of a model with experts also what its routers counted, as
             ``("experts", "counts")``, with a row for each layer.
         samples: Rows consumed globally in this step; padding does not count.
-        checked: What is no sum.
+        checked: Everything that is not a sum.
     """
 
     sums: TensorDict
@@ -90,9 +90,8 @@ class Totals:
 
     def plus(self, **sums: Tensor) -> Self:
         """Return totals with further sums, such as a vote."""
-        # A copy that is updated takes twice as many calls, and so does `attrs.evolve`.
-        every = TensorDict({**dict(self.sums.items()), **sums}, [])
-        return type(self)(every, self.samples, self.checked)
+        all_sums = TensorDict({**dict(self.sums.items()), **sums}, [])
+        return type(self)(all_sums, self.samples, self.checked)
 
 
 class LossSums:
@@ -122,7 +121,7 @@ class LossSums:
                 values.append(full(value.detach()) if isinstance(value, Tensor) else value)
 
     def fold(self) -> None:
-        """Add up what was taken so far; a number that stays splits the memory it was made in."""
+        """Replace the numbers so far by their sums; many long-lived scalars fragment memory."""
         self.losses, self.counts = [self._total(self.losses)], [self._targets()]
         for sums in (values for pair in self.metrics.values() for values in pair):
             sums[:] = [self._total(sums)]
@@ -144,7 +143,7 @@ class LossSums:
             "loss_scale": loss_scale,
             **more,
         }
-        if self.metrics:  # an empty TensorDict in another one takes as long as five numbers
+        if self.metrics:
             values["metrics"] = {
                 name: {"sum": self._total(each), "count": self._total(counts)}
                 for name, (each, counts) in self.metrics.items()
@@ -152,19 +151,19 @@ class LossSums:
         return Totals(TensorDict(values, []), samples, Checked(problem=self.problem, **checked))
 
     def _targets(self) -> Tensor:
-        """The number of targets; NaN, which makes the step a bad one, if a count is below zero."""
+        """The number of targets; NaN if a count is negative, so that the step changes nothing."""
         return self._total(self.counts, are_counts=True)
 
     def _total(self, values: Iterable[Tensor | float], *, are_counts: bool = False) -> Tensor:
-        """Add tensors up by dtype, since together they might be rounded, and numbers as one."""
+        """Add tensors up by dtype, since mixed ones might be rounded, and plain numbers apart."""
         numbers = 0.0
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for value in values:
             if not isinstance(value, Tensor):
                 numbers += value
             elif value.ndim:
-                shape = tuple(value.shape)
-                raise ValueError(f"a loss has a sum, count or metric of shape {shape}; sum it.")
+                rule = "loss sums, counts and metrics must be scalars (0-d)"
+                raise ValueError(f"{rule}; got shape {tuple(value.shape)}. Sum it first.")
             else:
                 by_dtype.setdefault(value.dtype, []).append(value)
         parts = []
@@ -178,7 +177,7 @@ class LossSums:
         total = sum(parts[1:], parts[0])
         if total.device == self.device:
             return total
-        # Added, not moved: an accelerator takes a number of the host without a wait.
+        # Added, not moved: adding a CPU scalar needs no synchronisation, `.to` would.
         return torch.zeros((), dtype=torch.float64, device=self.device) + total
 
 
@@ -195,17 +194,17 @@ def reduce_totals(
     plain sum right: losses and counts come from one tensor-parallel rank of the last pipeline
     stage, and a parameter's shard counts as one over the number of ranks that hold it.
 
-    At a run's first step the ranks compare before that what they are about to add up, in one more
-    collective. A problem of one rank at a later step travels as a vote, so that no rank leaves
-    alone: the step is a bad one on all ranks, and all of them raise; on an accelerator, where no
-    host waits for a step, at the end of the second step after it. Rows that differ between the
-    ranks make a step a bad one.
+    In the first step of a process the ranks first compare what they are about to add up, in one
+    more collective. A problem of one rank at a later step is sent as a vote, so that no rank leaves
+    alone: the step is a bad step (one that changes nothing) on all ranks, and all of them raise; on
+    an accelerator, where no host waits for a step, at the end of the second step after it. Numbers
+    of rows that differ between the ranks make a step a bad one.
 
     Args:
         totals: What ``accumulate`` returned, with votes added where there are any.
         state: The state whose gradients were accumulated; not changed.
-        settings: Options by name that have to be the same on all ranks; compared as text at a
-            run's first step.
+        settings: Options by name that have to be the same on all ranks; compared as text in the
+            first step of a process, ignored later.
 
     Returns:
         Totals that are the same on every rank, with ``grad_sq``.
@@ -230,7 +229,7 @@ def reduce_totals(
         return totals
     if problem is not None:
         totals = totals.plus(grad_sq=torch.full_like(totals["grad_sq"], torch.nan))
-    # All ranks bring as many rows if their sum squared is their number times the sum of squares.
+    # All have the same number of rows if their sum squared is the world times the sum of squares.
     counted = torch.full_like(totals["loss"], rows)
     failed = torch.full_like(counted, problem is not None)
     votes = {"rows": counted, "rows_squared": counted.square(), "failed": failed}
@@ -241,7 +240,7 @@ def reduce_totals(
 
 
 def find_problem(totals: Totals, state: TrainState) -> Exception | None:
-    """Say why this rank cannot take a step; names of sums are compared from the second step on."""
+    """Return why this rank cannot take a step; sums' names are compared from the second step on."""
     if totals.checked.unreduced:
         return UnreducedError(totals.checked.unreduced)
     if totals.checked.problem is not None:
@@ -259,7 +258,7 @@ def find_problem(totals: Totals, state: TrainState) -> Exception | None:
 
 
 def _raise_together(agreed_names: AgreedNames, failed: Tensor, problem: Exception | None) -> None:
-    """Raise on all ranks if one of them had a problem; on an accelerator that of two steps ago."""
+    """Raise on all ranks if one had a problem; on an accelerator, the problem of two steps ago."""
     event = None
     if failed.device.type != "cpu":
         failed = failed.to("cpu", non_blocking=True)
@@ -277,7 +276,7 @@ def _raise_together(agreed_names: AgreedNames, failed: Tensor, problem: Exceptio
     if problem is not None:
         raise problem
     rank, report = next((rank, one) for rank, one in enumerate(reports) if one is not None)
-    raise RuntimeError(f"rank {rank} could not take a step, which changed nothing: {report}")
+    raise RuntimeError(f"the step failed on rank {rank}; no state was changed: {report}")
 
 
 def with_gradient_square(totals: Totals, state: TrainState) -> Totals:
@@ -302,7 +301,7 @@ def mean_metrics(sums: Mapping[str, Any]) -> dict[str, Tensor]:
         sums: Reduced sums by name.
 
     Returns:
-        ``[]`` float64 by name, and of each ``<what>/loss`` its count as ``<what>/targets``.
+        ``[]`` float64 by name, and for each ``<name>/loss`` its count as ``<name>/targets``.
     """
     means: dict[str, Tensor] = {}
     for name, pair in sums.get("metrics", {}).items():
@@ -313,12 +312,12 @@ def mean_metrics(sums: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _sum_over_ranks(totals: Totals, state: TrainState, keys: Iterable[Any]) -> Totals:
-    """All-reduce one vector; sums that this rank lacks, as stages before the last do, are zeros."""
+    """All-reduce one vector; sums that this rank lacks (stages before the last) are zeros."""
     zero = torch.zeros_like(totals["loss"])
     owned = {key: totals.sums.get(key, zero) for key in keys}
     if not state.layout.owns_loss:
         owned = {key: value * 0.0 if _is_loss(key) else value for key, value in owned.items()}
-    # Numbers of the host one by one: as a tensor they would be copied, for which the host waits.
+    # Concatenated one by one: building one tensor from a Python list would copy synchronously.
     vector = torch.cat([value.reshape(-1) for value in owned.values()])
     dist.all_reduce(vector)
     parts = vector.split([value.numel() for value in owned.values()])
@@ -347,7 +346,7 @@ def names_of(sums: TensorCollection, *above: str) -> list[Any]:
 
 def _report(totals: Totals, state: TrainState) -> Report:
     stated: dict[Any, Any] = {("samples", "", ()): totals.samples}
-    if state.layout.has_last:  # of a pipeline that stage alone knows them
+    if state.layout.has_last:  # in a pipeline only the last stage knows them
         stated["sums", "", ()] = names_of(totals.sums)
     checked = totals.checked
     return Report(
@@ -368,7 +367,7 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def _gradient_square(state: TrainState) -> Tensor:
-    """This rank's share of the squared L2 norm of the gradient that is due, ``[]`` float64."""
+    """This rank's share of the squared L2 norm of the raw gradient, ``[]`` float64."""
     # The ranks of other pipeline stages hold other parameters, never the same shard.
     world = world_of(state.mesh) // size_of(state.mesh, "pp")
     by_owners: dict[int, list[Tensor]] = {}
@@ -384,6 +383,6 @@ def _gradient_square(state: TrainState) -> Tensor:
         square = norms.dot(norms)
         parts.append(square / owners if owners > 1 else square)
     device = state.targets.device
-    if not parts or parts[0].device != device:  # of shards on the host: added as a number
+    if not parts or parts[0].device != device:  # shards on the host: added as a scalar
         parts.insert(0, torch.zeros((), dtype=torch.float64, device=device))
     return sum(parts[1:], parts[0])

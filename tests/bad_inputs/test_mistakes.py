@@ -78,7 +78,7 @@ def test_an_empty_path_is_not_the_current_folder(use):
 
 LOSSES = {
     "does not depend on any trainable param": lambda total: fk.Loss(total.detach(), 1),
-    "a loss has a sum, count or metric of shape .*; sum it": lambda total: fk.Loss(
+    "must be scalars .*; got shape .*. Sum it first": lambda total: fk.Loss(
         total, 1, {"a": torch.ones(3)}
     ),
 }
@@ -94,7 +94,9 @@ def test_what_cannot_be_trained_is_refused(message):
 
     with pytest.raises((TypeError, ValueError), match=message):
         fk.accumulate(state, [batch], loss_fn)
-    with pytest.raises(TypeError, match=r"^a micro-batch is .* a list of TensorDict"):
+    with pytest.raises(
+        TypeError, match=r"^a micro-batch must be a TensorDict .* Pass a list of TensorDict"
+    ):
         fk.accumulate(state, [batch[0]], logits_loss)
     with pytest.raises(ValueError, match=r"^sync is 'lst'"):
         fk.accumulate(state, [batch], logits_loss, sync="lst")

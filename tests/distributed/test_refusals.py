@@ -16,11 +16,11 @@ import forgekit as fk
 STEPPING = {
     "more positions than the model takes, over all ranks": (
         {"cp": 2},
-        r"28 positions; max_seq_len is 24, over all ranks",
+        r"28 positions, more than max_seq_len, which is 24",
         28,
         2,
     ),
-    "positions by a ring": ({"cp": 2}, r"14 positions, which 4 must .* 12 and 16", 14, 2),
+    "positions by a ring": ({"cp": 2}, r"length 14 must be a multiple of 4 .* 12 and 16", 14, 2),
     "3 micro-batches on 2": (
         {"pp": 2},
         "3 micro-batches do not fit the pipeline schedule 'dualpipev' on 2 ranks",

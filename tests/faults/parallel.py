@@ -128,7 +128,7 @@ FAULTS = [
     Fault("another plan on rank 1", USERS, own_model(RIGHT, _shorter_plan), "ranks differ in plan"),
     Fault("another precision on rank 1", USERS, BF16, "'fp32' on rank 0, 'bf16' on rank 1"),
     Fault("positions counted in a slice", OF_CP, OWN_POSITIONS, r"'layers\.0\.attention' is given"),
-    Fault("labels shifted in a slice", OF_CP, SHIFTED, "loss_fn is no sum over positions"),
+    Fault("labels shifted in a slice", OF_CP, SHIFTED, "loss_fn is not a sum over positions"),
     *(
         Fault(
             f"{name} across sharded channels",

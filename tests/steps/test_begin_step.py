@@ -179,7 +179,7 @@ def clears(rank, world, how):
     else:
         with pytest.raises(ValueError, match="ranks differ in seed"):
             fk.audit(attrs.evolve(state, seed=rank), rows(state)[0], loss_of)
-    with pytest.raises(ValueError, match="this step is cleared"):
+    with pytest.raises(ValueError, match="this step is replaced by a newer step"):
         step.end()
 
 
@@ -224,18 +224,16 @@ def refusals(rank, world):
         raise KeyError("reward")
 
     def refused(step, phase):
-        uses = [lambda: step.add(rows(state), loss_of), step.end, step.__enter__]
-        if phase == "abandoned":
-            step.abandon()  # again: a server's `except` need not know who has done it
-        else:
-            uses.append(step.abandon)
-        for use in uses:
+        had = has_gradients(state)
+        step.abandon()  # a server's `except` need not know what became of its step
+        assert has_gradients(state) == had
+        for use in (lambda: step.add(rows(state), loss_of), step.end, step.__enter__):
             with pytest.raises(ValueError, match=f"this step is {phase}; .*forgekit.begin_step"):
                 use()
 
     def none(step):
         step.add([], loss_of)
-        with pytest.raises(ValueError, match="the step is in progress; totals come with"):
+        with pytest.raises(ValueError, match="step is in progress; totals are available only"):
             _ = step.totals
 
     def failing(step):
@@ -256,7 +254,7 @@ def refusals(rank, world):
     broken(none, ValueError, "got no micro-batch")
     broken(failing, KeyError, "reward")
     step = broken(interrupted, KeyError, "queue")
-    with pytest.raises(ValueError, match="the step is abandoned; totals"):
+    with pytest.raises(ValueError, match="this step is abandoned; totals"):
         _ = step.totals
     step = fk.begin_step(state)
     step.add(rows(state)[:1], loss_of)
@@ -264,13 +262,25 @@ def refusals(rank, world):
     assert not has_gradients(state)
     with fk.begin_step(state) as step:
         step.add(rows(state)[:1], loss_of, last=True)
-        with pytest.raises(ValueError, match="the last call of this step had last=True"):
+        with pytest.raises(ValueError, match=r"the previous add\(\) had last=True"):
             step.add(rows(state)[1:], loss_of)
+    refused(step, "over")
+
+    def ended(step):
+        step.add(rows(state)[:1], loss_of)
+        step.end()
+        raise KeyError("late")
+
+    with pytest.raises(KeyError, match="late"), fk.begin_step(state) as step:
+        ended(step)
+    assert step.totals["targets"] > 0  # what has ended stays, as after `abandon`
     refused(step, "over")
     cleared = fk.begin_step(state)
     cleared.add(rows(state)[:1], loss_of)
     totals = fk.accumulate(state, rows(state), loss_of)  # as a look at gradients in between
-    refused(cleared, "cleared")
+    with pytest.raises(ValueError, match="replaced by a newer step; totals"):
+        _ = cleared.totals
+    refused(cleared, "replaced by a newer step")
     assert has_gradients(state)
     assert totals["targets"] > 0
     # After all of that a step is what it always is.

@@ -239,8 +239,8 @@ def refuse(rank, world):
 
 
 def test_layouts_in_which_an_answer_is_not_whole_are_refused_by_name():
-    pipelined = "a pipeline runs a model once for each micro-batch. Use a mesh with pp=1"
-    sliced = "ranks of cp 2 hold slices. Use a mesh with cp=1"
+    pipelined = "a pipeline runs one model call per micro-batch. Use a mesh with pp=1"
+    sliced = "with cp=2 each rank holds a slice. Use a mesh with cp=1"
     for found in run_ranks(refuse, 2):
         for said, sentence in zip(found, [pipelined] * 2 + [sliced] * 2, strict=True):
             assert sentence in said

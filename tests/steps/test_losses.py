@@ -189,5 +189,7 @@ def test_shapes_that_do_not_fit_are_refused(weight, labels, message):
 def test_one_name_for_two_metrics_is_refused():
     loss = fk.Loss(torch.tensor(1.0), 3, {"a": 1.0, "b": 1.0})
     for twice in (lambda: loss + loss.with_metrics(c=2.0), lambda: loss.with_metrics(b=2.0)):
-        with pytest.raises(ValueError, match=r"^both losses report \[.*'b'\]; rename one of each"):
+        with pytest.raises(
+            ValueError, match=r"^both losses have metrics named \[.*'b'\]; rename them"
+        ):
             twice()

@@ -264,12 +264,15 @@ class _Short(list):
 
 
 TORN = {
-    r"micro-batch 2 has shape \(2, 5\) and the first one of": lambda batches: [
+    r"micro-batch 2 has shape \(2, 5\), the first one of": lambda batches: [
         *batches[:2],
         *_batches(2, places=5),
     ],
-    "a micro-batch is a dict with": lambda batches: [*batches[:3], dict(batches[3])],
-    r"have a len\(\) of 4 and ended after 3": lambda batches: _Short(batches[:3]),
+    "a micro-batch must be .*; got a dict without": lambda batches: [
+        *batches[:3],
+        dict(batches[3]),
+    ],
+    r"batches has len\(\) 4 but yielded only 3": lambda batches: _Short(batches[:3]),
 }
 
 

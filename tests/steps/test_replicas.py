@@ -264,13 +264,16 @@ def _other_sizes(part):
 OTHERS = {
     "other sums": (
         {"loss_fn": _named},
-        r"adds up something else than the others: .*\('metrics', 'other', 'sum'\)",
+        r"sums or step sizes differ from the other groups': .*\('metrics', 'other', 'sum'\)",
     ),
     "other sizes": (
         {"part": _other_sizes},
-        r"steps of \[\(6, 2\)\] \(micro-batches, rows of each\)",
+        r"sizes \[\(6, 2\)\] \(micro-batches, rows of each\)",
     ),
-    "another step": ({"at": {"step": 2, "samples": 12}}, "adds up something else than the others"),
+    "another step": (
+        {"at": {"step": 2, "samples": 12}},
+        "sums or step sizes differ from the other",
+    ),
     "no loss": ({"checked": {"problem": "a loss of means only"}}, "a loss of means only"),
 }
 
@@ -298,7 +301,7 @@ def test_totals_are_summed_once_and_one_group_alone_is_a_step_as_ever(batches):
     totals = fk.accumulate(state, batches, logits_loss)
     summed = fk.sum_replicas(totals, state, fk.OneGroup())
     for again in (summed, fk.reduce_totals(totals, state)):
-        with pytest.raises(ValueError, match="were summed before; sum_replicas comes once"):
+        with pytest.raises(ValueError, match="were summed before; call sum_replicas only once"):
             fk.sum_replicas(again, state, fk.OneGroup())
     new, _, _ = finish(state, summed)
     expected, _, _ = finish(other, fk.accumulate(other, batches, logits_loss))
@@ -327,5 +330,5 @@ def test_a_share_without_rows_beside_one_with_rows_is_refused(batches):
     both = [shares(batches, 2, 2), shares(batches[:1], 2, 2)]
     totals = [added(*each) for each in zip(states, *both, strict=True)]
     said = Exchange(2)(states, totals)
-    assert "this group has rows of one share of the step and none of another" in str(said[0])
+    assert "this group has rows of one share of the step but none of another" in str(said[0])
     assert said[1] is None

@@ -175,7 +175,10 @@ BAD = {
     "twice": ({"ids": torch.tensor([[[3, 3]]])}, "a token twice"),
     "above one": ({"log_probs": torch.tensor([[[-0.1, -1.0]]])}, "sum above 1"),
     "k differs": ({"ids": torch.tensor([[[0]]])}, r"shape \(1, 1, 1\) and log_probs \(1, 1, 2\)"),
-    "temperature": ({"temperature": 0.0}, "temperature is 0.0; it must be positive"),
+    "temperature": (
+        {"temperature": 0.0},
+        "temperature is 0.0; it must be finite and at least 1e-30",
+    ),
 }
 
 

@@ -308,8 +308,8 @@ def _metrics_loss(name, metric=(12.0, 4)):
 BAD = [
     ([], lambda m, b: None, ValueError, "a step got no micro-batch"),
     ([_some_batch()], lambda m, b: fk.Loss(b["x"].sum(), 1), ValueError, "does not depend on any"),
-    ([_some_batch()], _metrics_loss("loss"), ValueError, r"reports \['loss'\], names that every"),
-    ([_some_batch()], _metrics_loss("a", (torch.ones(2), 1)), ValueError, r"of shape \(2,\)"),
+    ([_some_batch()], _metrics_loss("loss"), ValueError, r"names \['loss'\] are reserved"),
+    ([_some_batch()], _metrics_loss("a", (torch.ones(2), 1)), ValueError, r"got shape \(2,\)"),
 ]
 
 

@@ -115,7 +115,7 @@ def _refused(rank, world, name, sizes, options):
     loss_fn, message = NOT_ADDED[name]
     step = fk.make_step(loss_fn, schedule=fk.constant(0.1))
     before = full_tensors(state.model)
-    match = f"loss_fn is no sum over positions: {message}.* needs cp=1"
+    match = f"loss_fn is not a sum over positions: {message}.* needs cp=1"
     for run in (partial(step, state), partial(fk.evaluate, state, loss_fn=loss_fn)):
         with pytest.raises(ValueError, match=match):
             run(batches=batches)
@@ -154,7 +154,7 @@ def _build_teacher():
 
 def _distilled(rank, world):
     state, teacher = _state({"cp": 2}), _build_teacher()
-    with pytest.raises(ValueError, match="loss_fn is no sum over positions: its sums are"):
+    with pytest.raises(ValueError, match="loss_fn is not a sum over positions: its sums are"):
         fk.audit(state, _batch(0), partial(_teacher_loss, teacher))
     teacher = fk.parallelize(teacher, state.mesh)
     fk.audit(state, _batch(0), partial(_teacher_loss, teacher))

@@ -50,10 +50,10 @@ SENTENCES = MappingProxyType(
     {
         "sums": "rank {y} reports other sums than rank {x}: {difference}. Report the same metrics "
         "on every rank; use (0.0, 0) without observations.",
-        "samples": "rank {y} counts {b} samples in a step and rank {x} {a}; every rank must bring "
-        "as many rows. Fill up with rows whose labels are -100.",
-        "rows": "ranks {x} and {y} differ along {dims} only, so they share rows, and brought "
-        "different ones. Choose rows by rank, world = forgekit.data_ranks(mesh).",
+        "samples": "rank {y} counts {b} samples in a step, rank {x} {a}; every rank must have the "
+        "same number of rows. Pad with rows whose labels are -100.",
+        "rows": "ranks {x} and {y} differ along {dims} only, so they must have the same rows, but "
+        "got different ones. Choose rows by rank, world = forgekit.data_ranks(mesh).",
         "values": REPLICA,
         "buffer": REPLICA,
         "gradients": REPLICA,

@@ -148,7 +148,7 @@ def audited(
 def _leaving_no_trace(state: TrainState) -> Iterator[None]:
     """Forget gradients before and after the block, and put random numbers and buffers back."""
     device, roots = state.targets.device, state.layout.roots(state.model)
-    state.steps.latest = None  # whose gradients are forgotten as well
+    state.gradient_owner.step = None  # a step in progress loses its gradients here
     # A model that drops layers, or a loss function, may draw from these two.
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
     with (

@@ -198,8 +198,8 @@ def _compare_sums(whole: Any, part: Any, ranks: dist.ProcessGroup, close: float)
         if is_finite and abs(total - sum(numbers)) > bound:
             shown = " + ".join(f"{number:.6g}" for number in numbers)
             return (
-                f"loss_fn is no sum over positions: its {name} are {total:.6g} for whole sequences "
-                f"and {shown} for slices of them"
+                f"loss_fn is not a sum over positions: its {name} are {total:.6g} for whole "
+                f"sequences and {shown} for slices of them"
             )
     return None
 
