@@ -120,7 +120,7 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
         ValueError: method is 'best'; it is one of "zigzag", "contiguous".
     """
     if value not in (allowed := tuple(choices)):
-        raise ValueError(f"{name} is {brief(value)}; it is one of {quoted(allowed)}.")
+        raise ValueError(f"{name} is {brief(value)}; it must be one of {quoted(allowed)}.")
 
 
 def check_rank(rank: Any, world: Any) -> None:
@@ -262,13 +262,13 @@ def path_of(name: str, value: Any) -> Path:
     if wrong := path_problem(text):
         raise ValueError(f"{name} {wrong}.")
     if _URL.match(text):  # a path would merge its slashes, into folders of this machine
-        raise ValueError(f"{name} {text} is a URL; name a folder of this machine, and copy it.")
+        raise ValueError(f"{name} {text} is a URL; copy it, and pass a folder of this machine.")
     return Path(text)
 
 
 def path_problem(text: str) -> str | None:
     """Return why a path is refused: an empty one would be the current folder; else None."""
-    return None if text else 'is empty; name a file or folder. "." is the current folder'
+    return None if text else 'is empty; pass a file or folder. "." is the current folder'
 
 
 def parse_json(content: str | bytes) -> Any:

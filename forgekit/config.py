@@ -422,7 +422,7 @@ def _read_scalar(value: Any, kind: Any) -> Any:
     if kind is Path and isinstance(value, str | Path):
         if is_url(value):
             raise _refusal(
-                f"expected a path, read the URL {value}; a key that takes URLs too is declared "
+                f"expected a path, read the URL {value}; declare a key that also takes URLs "
                 "as forgekit.Location in the recipe's Config"
             )
         if wrong := path_problem(str(value)):

@@ -44,7 +44,7 @@ def check_device(
     kind, _, index = str(device).partition(":")
     if kind not in available:
         raise ValueError(
-            f"device is {str(device)!r} and torch finds no such device here; it finds "
+            f"device is {str(device)!r}, but torch finds no such device here; it finds "
             f"{' and '.join(available)}. Use one of them, or leave it out to get {available[0]}."
         )
     if kind == "cpu" or not index:
@@ -53,7 +53,7 @@ def check_device(
     if index not in map(str, range(count)):
         shown = f"{kind}:0" if count == 1 else f"{kind}:0 to {kind}:{count - 1}"
         raise ValueError(
-            f"device is {str(device)!r} and this process sees {shown} only. Use {kind!r}, which "
+            f"device is {str(device)!r}, but this process sees only {shown}. Use {kind!r}, which "
             "chooses one that is there."
         )
     return kind, int(index)

@@ -303,12 +303,12 @@ def _write_all(file: FileIO, start: int, content: bytes) -> None:
 
 def _check_replaceable(path: Path, is_replaceable: Callable[[Path], bool]) -> None:
     if not path.is_dir():
-        raise FileExistsError(f"{path} is a file; name a directory that does not exist yet.")
+        raise FileExistsError(f"{path} is a file; choose a directory that does not exist yet.")
     if any(path.iterdir()) and not is_replaceable(path):
         entries = ", ".join(sorted(entry.name for entry in path.iterdir())[:5])
         raise FileExistsError(
-            f"{path} holds files that were not written here ({entries}) and would be deleted. "
-            "Name another directory, or empty this one."
+            f"{path} contains files that were not written here ({entries}) and would be deleted. "
+            "Choose another directory, or empty this one."
         )
 
 

@@ -71,11 +71,11 @@ class MeshSpec:
         for name, size in sizes.items():
             if size < 1 and (size != -1 or name == "ep"):
                 raise ValueError(
-                    f"{name} is {size}; a mesh dimension is at least 1, or -1 once (not ep)."
+                    f"{name} is {size}; a mesh dimension must be at least 1, or -1 once (not ep)."
                 )
         free = [name for name, size in sizes.items() if size == -1]
         if len(free) > 1:
-            raise ValueError(f"{' and '.join(free)} are -1; only one of them can be.")
+            raise ValueError(f"{' and '.join(free)} are -1; only one dimension can be.")
 
 
 def build_mesh(
@@ -189,7 +189,7 @@ def check_dimensions(mesh: DeviceMesh) -> None:
     names = mesh.mesh_dim_names or ()
     if "dp_shard" not in names or names != tuple(name for name in DIMENSIONS if name in names):
         raise ValueError(
-            f"the mesh has the dimensions {list(names)}; it needs 'dp_shard' and may have "
+            f"the mesh has dimensions {list(names)}; it needs 'dp_shard' and may have "
             f"{', '.join(DIMENSIONS)}, in this order. Build it with forgekit.build_mesh."
         )
 
@@ -350,8 +350,8 @@ def _bind(kind: str, index: int | None, world: int, local: int) -> None:
     of_rank = local % module.device_count()
     if world > 1 and index not in (None, of_rank):
         raise ValueError(
-            f"device is '{kind}:{index}' and this rank, {local} on its machine, gets "
-            f"{kind}:{of_rank}. Use {kind!r}: each rank gets one of its own."
+            f"device is '{kind}:{index}', but this rank, {local} on its machine, gets "
+            f"{kind}:{of_rank}. Use {kind!r}: each rank then gets its own device."
         )
     module.set_device(of_rank if index is None else index)
 

@@ -83,7 +83,7 @@ class Run:
             run.columns[name] = tuple(np.array(each, float) for each in zip(*pairs, strict=True))
         if not columns and not run.objects("status.json"):
             raise ValueError(
-                f"{path} has no row and no status.json. {' '.join(run.notes)} Name a run directory."
+                f"{path} has no row and no status.json. {' '.join(run.notes)} Pass a run directory."
             )
         return run
 
@@ -141,7 +141,7 @@ def plot_expert_loads(metrics_path: PathLike, png_path: PathLike) -> Path:
 def _plot(metrics_path: PathLike, png_path: PathLike, wanted: str) -> Path:
     run = Run.read(Path(metrics_path))
     if not any(re.fullmatch(wanted, name) for name in run.columns):
-        raise ValueError(f"{metrics_path} has no number of {wanted} to draw.")
+        raise ValueError(f"{metrics_path} has no values of {wanted} to draw.")
     write_atomic(png_path, _draw(run, wanted, "png"))
     return Path(png_path)
 

@@ -366,7 +366,7 @@ def _check_optimizer(optimizer: Any) -> None:
     if not hasattr(optimizer, "param_groups") or not hasattr(optimizer, "step"):
         raise TypeError(
             f"optimizer is a {type(optimizer).__name__}; a state has one torch.optim.Optimizer. "
-            "Of several forgekit.chain_optimizers(first, second) makes one."
+            "forgekit.chain_optimizers(first, second) makes one of several."
         )
 
 
@@ -448,7 +448,7 @@ def check_dense(model: nn.Module) -> None:
         if parameter.is_complex() or parameter.layout != torch.strided:
             raise ValueError(
                 f"{name!r} is {parameter.dtype} and {parameter.layout}; a step trains real, dense "
-                "parameters. Hold real and imaginary parts (torch.view_as_real), or dense values."
+                "parameters. Store real and imaginary parts (torch.view_as_real), or dense values."
             )
     for name, module in model.named_modules():
         if getattr(module, "sparse", False):
@@ -463,8 +463,8 @@ def _read_layout(model: nn.Module, mesh: DeviceMesh | None) -> Layout:
         for name in ("pp", "cp", "tp"):
             if (size := sizes.get(name, 1)) > 1:
                 raise ValueError(
-                    f"{type(model).__name__} is not what forgekit.parallelize returned, and with "
-                    f"{name} of {size} losses would be counted {size} times. Pass what it returned."
+                    f"{type(model).__name__} is not the model that forgekit.parallelize returned: "
+                    f"with {name}={size} losses would count {size} times. Pass the returned one."
                 )
     return layout_of(model)
 
@@ -490,8 +490,8 @@ def _check_parameters(model: nn.Module, optimizer: Optimizer, mesh: DeviceMesh |
                 )
     if mesh is None and dist.is_initialized() and (world := dist.get_world_size()) > 1:
         raise ValueError(
-            f"there are {world} ranks and the state got no mesh, so each would train a model of "
-            "its own. Pass mesh=mesh, and the model through forgekit.parallelize(model, mesh)."
+            f"there are {world} ranks, but the state got no mesh, so each would train its own "
+            "model. Pass mesh=mesh, and the model through forgekit.parallelize(model, mesh)."
         )
     plain = [name for parameter, name in names.items() if not isinstance(parameter, DTensor)]
     if mesh is not None and mesh.size() > 1 and plain:

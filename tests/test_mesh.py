@@ -72,9 +72,12 @@ DO_NOT_FIT = [
     ),
     ({"tp": 3}, "tp 3 = 3 does not divide 8 ranks; that takes 6 or 9 ranks."),
     ({"ep": 3}, "ep 3 does not divide dp_shard * cp = 8; it can be one of [1, 2, 4, 8]."),
-    ({"tp": 0}, "tp is 0; a mesh dimension is at least 1, or -1 once (not ep)."),
-    ({"cp": -1}, "dp_shard and cp are -1; only one of them can be."),
-    ({"dp_shard": 1, "ep": -1}, "ep is -1; a mesh dimension is at least 1, or -1 once (not ep)."),
+    ({"tp": 0}, "tp is 0; a mesh dimension must be at least 1, or -1 once (not ep)."),
+    ({"cp": -1}, "dp_shard and cp are -1; only one dimension can be."),
+    (
+        {"dp_shard": 1, "ep": -1},
+        "ep is -1; a mesh dimension must be at least 1, or -1 once (not ep).",
+    ),
 ]
 
 
@@ -167,7 +170,7 @@ def test_a_process_that_cannot_be_is_refused_before_it_waits_for_others(
 @pytest.mark.parametrize("device", ["cuda:1", "gpu", torch.device("cuda")])
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(environment, device):
     environment()
-    message = f"device is '{device}' and torch finds no such device here; it finds cpu. Use one"
+    message = f"device is '{device}', but torch finds no such device here; it finds cpu. Use one"
     with pytest.raises(ValueError, match=f"^{message} of them, or leave it out to get cpu.$"):
         fk.build_mesh(device=device)
     assert not dist.is_initialized()

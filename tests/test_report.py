@@ -123,8 +123,8 @@ def test_without_matplotlib_the_page_has_its_tables(tmp_path, monkeypatch):
 
 
 NO_RUNS = {
-    "nothing": (["empty"], r"empty has no row and no status\.json\. +Name a run dir"),
-    "other text": (["broken"], r"line 1 is 'step 1 loss 3'\. Name a run directory"),
+    "nothing": (["empty"], r"empty has no row and no status\.json\. +Pass a run dir"),
+    "other text": (["broken"], r"line 1 is 'step 1 loss 3'\. Pass a run directory"),
     "a file in the way": (["run", "--out", "broken/metrics.jsonl/a.html"], r"no page was written"),
 }
 
@@ -170,6 +170,6 @@ def test_each_number_is_in_the_picture(tmp_path, monkeypatch, draw, first, secon
     assert len(pictures) == 3
     assert all(each.startswith(b"\x89PNG\r\n\x1a\n") for each in pictures)
     lines(path, [{"step": 1, "train/loss": None}])
-    with pytest.raises(ValueError, match="has no number of"):
+    with pytest.raises(ValueError, match="has no values of"):
         draw(path, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

@@ -513,7 +513,7 @@ def patiently(read: Callable[[], T], name: str) -> T:
         return retried(read, f"{name} cannot be read")
     except UrlError as error:
         raise CheckpointError(
-            f"{error} It may be whole, so no older checkpoint is taken for it. Try again when the "
+            f"{error} It may be whole, so no older checkpoint is used instead. Try again when the "
             "storage answers, or choose another one with step=."
         ) from error
 
@@ -551,7 +551,7 @@ def parse_manifest(content: bytes) -> Manifest:
     except ValueError:
         raise ManifestError("is not JSON") from None
     if not isinstance(manifest, dict) or "format" not in manifest:
-        raise ManifestError("describes no checkpoint")
+        raise ManifestError("does not describe a checkpoint")
     if manifest["format"] != FORMAT:
         return manifest
     # With sorted keys, so formatting does not matter.

@@ -110,7 +110,7 @@ def checkpoint_load(
             state = checkpoint_load(state, directory, renames={"layers.0.ffn": "layers.0.mlp"})
     """
     if "model" not in parts or not set(parts) <= set(PARTS):
-        raise ValueError(f"parts {list(parts)} must be some of {list(PARTS)}, the model included.")
+        raise ValueError(f"parts {list(parts)} must include the model and be among {list(PARTS)}.")
     wait_for_saves(state)
     join_saves()  # another state of this process may be saving the checkpoint to load
     storage, ranks = storage_of(directory), ranks_of(state)
@@ -205,7 +205,7 @@ def _candidates(storage: Storage, step: int | None) -> Iterator[tuple[int, Manif
     for at, manifest in chain(manifests.items(), checkpoints):
         if (kind := manifest["format"]) != FORMAT:
             raise CheckpointError(
-                f"{storage.path(at)} has format {kind!r}, and this version of forgekit reads "
+                f"{storage.path(at)} has format {kind!r}, but this version of forgekit reads "
                 f"format {FORMAT}. Load it with the version that wrote it."
             )
         yield at, manifest
@@ -219,11 +219,13 @@ def _check_nothing_there(storage: Storage, step: int | None, faults: Mapping[int
             f"{storage} has no committed step {step}; it has {describe(storage)}.{why}"
         )
     if MANIFEST in storage.names():
-        raise CheckpointError(f"{storage} is a checkpoint itself; name the folder that holds it.")
+        raise CheckpointError(
+            f"{storage} is a checkpoint itself; pass the folder that contains it."
+        )
     for at, fault in faults.items():
         if fault != "is missing" or storage.names(at):  # an empty folder never was a checkpoint
             raise CheckpointError(
-                f"no whole checkpoint to load: {storage.path(at)} may be one, and its {MANIFEST} "
+                f"no whole checkpoint to load: {storage.path(at)} may be one, but its {MANIFEST} "
                 f"{fault}. Restore it, or delete the folder to start over."
             )
 
@@ -243,7 +245,7 @@ def _check_data(path: object, saved: Any, now: Any) -> None:
         changed = compare_facts(saved_facts, facts)
     if changed:
         raise CheckpointError(
-            f"{path} was saved while training on other data: what changed is: {', '.join(changed)}."
+            f"{path} was saved while training on other data, which differ in {', '.join(changed)}."
             " Choose another run directory, or load with allow_other_data=True."
         )
 

@@ -97,7 +97,7 @@ def collect(state: TrainState, rank: int = 0) -> tuple[dict[str, Tensor], dict[s
     for key, tensor in tensors.items():
         if tensor.dtype not in DTYPES:
             raise TypeError(
-                f"{key} is {tensor.dtype}, which safetensors files cannot hold. Keep it as "
+                f"{key} is {tensor.dtype}, which safetensors files cannot store. Keep it as "
                 "torch.view_as_real(tensor), or as numbers of another dtype."
             )
     description = {
@@ -187,7 +187,7 @@ def rename(manifest: dict[str, Any], renames: Mapping[str, str]) -> dict[str, An
         longest = max(fitting, key=lambda new: len(renames[new]), default=None)
         names[name] = name if longest is None else longest + name[len(renames[longest]) :]
     if twice := [new for new, count in Counter(names.values()).items() if count > 1]:
-        raise CheckpointError(f"renames gives two tensors the name {twice[0]!r}.")
+        raise CheckpointError(f"renames maps two tensors to the name {twice[0]!r}.")
     keys = {p + old: p + new for p in ("model.", _AVERAGE) for old, new in names.items()}
     parts = {
         part: {names.get(name, name): value for name, value in manifest[part].items()}

@@ -163,13 +163,13 @@ def _check_tensor(key: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
         raise ValueError(f'"{key}" has shape {tuple(tensor.shape)}; it must be {shape}.')
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f'"{key}" holds {tensor.dtype}, not integers; .to(dtype) casts ids too.')
+        raise TypeError(f'"{key}" is {tensor.dtype}, not integers; .to(dtype) casts ids as well.')
 
 
 def _check_signed(batch: TensorDict) -> None:
     if not (dtype := batch["labels"].dtype).is_signed:
         raise TypeError(
-            f'"labels" holds {dtype}, which has no {IGNORED}, so masking would add targets; '
+            f'"labels" is {dtype}, which cannot store {IGNORED}, so masking would add targets; '
             "convert them with .long()."
         )
 
@@ -271,7 +271,9 @@ def check_alike(parts: Mapping[str, Mapping[Any, Any]], dim: int = 0) -> None:
     (first, expected), *others = kinds.items()
     for name, kind in others:
         if kind != expected:
-            raise ValueError(f"{name} has {kind}; {first} has {expected}. They must be alike.")
+            raise ValueError(
+                f"{name} has {kind}, but {first} has {expected}; they must be the same."
+            )
 
 
 def check_has(batch: Any, key: str) -> None:
@@ -431,7 +433,7 @@ def _map_positions(
             mapped[key] = function(*(batch[key] for batch in batches))
         else:
             raise ValueError(
-                f'"{key}" has shape {tuple(value.shape)}, and ranks share {shape[1]} positions. If '
+                f'"{key}" has shape {tuple(value.shape)}, but ranks share {shape[1]} positions. If '
                 "it has positions, put it into a TensorDict of batch_size [b, s] in the batch; if "
                 f"not, give it another shape: {[shape[0], 1, *value.shape[1:]]}."
             )

@@ -245,7 +245,9 @@ def _conversation(
         system = line.get("system")
         answer = [*prompt, *answer]
         if system and isinstance(answer[0], dict) and "system" in map(answer[0].get, ROLE_KEYS):
-            raise ValueError(f'{name} has a "system" and a first message of the system; keep one.')
+            raise ValueError(
+                f'{name} has both "system" and a first message of role system; keep one.'
+            )
         if system:
             answer, prompt = [{"role": "system", "content": system}, *answer], ["", *prompt]
     tools, options = line.get("tools"), line.get("chat_template_kwargs")
@@ -259,7 +261,7 @@ def _check_line(encoder: ChatEncoder, name: str, line: dict[str, Any], read: Set
         flags = {key: line[key] for key in (*LINE_FLAGS, *OTHER_FLAGS) if key in line}
         raise ValueError(
             f"{name} has {brief(flags)}; the answers of a line are trained with weight 1. Remove "
-            'the line or the flag; train_on="last" trains last turns alone.'
+            'the line or the flag; train_on="last" trains only last turns.'
         )
     unread = line.keys() - {*read, *LINE_FLAGS, *OTHER_FLAGS}
     encoder.unread.update(key for key in unread if line[key] is not None)
@@ -271,7 +273,7 @@ def _lines(source: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     if isinstance(source, str | os.PathLike) and any(Path(source, m).is_file() for m in markers):
         source = require("datasets", extra="data").load_from_disk(os.fspath(source))
     if isinstance(source, dict):
-        raise ValueError(f"the dataset has the splits {quoted(source)}; pass one of them.")
+        raise ValueError(f"the dataset has splits {quoted(source)}; pass one of them.")
     if hasattr(source, "with_format"):
         rows = cast(Any, source).with_format(None)
         yield from ((f"row {n}", _without_nulls(row)) for n, row in enumerate(rows))

@@ -119,7 +119,9 @@ class ChatEncoder:
         source = " ".join(source.values()) if isinstance(source, dict) else source
         self._words = set(re.findall(r"\w+", source))
         if unknown := [key for key in self.template if key not in self._words]:
-            raise ValueError(f"the chat template reads no {quoted(unknown)}, which template= sets.")
+            raise ValueError(
+                f"template= sets {quoted(unknown)}, which the chat template does not read."
+            )
 
     def conversation(
         self, name: str, messages: Any, *, tools: Any = None, first: int = 0, options: Any = None
@@ -266,7 +268,7 @@ class ChatEncoder:
         if not ends or start + ends[-1] < words + len(content):
             raise ValueError(
                 f"{name}: the chat template ends message {turn} with {brief(upto[-20:])}, which "
-                "holds no special token, so a model never learns to stop. End turns with one."
+                "has no special token, so a model never learns to stop. End turns with one."
             )
         return start + ends[-1]
 
@@ -328,7 +330,7 @@ def decoded(name: str, key: str, value: Any) -> Any:
         read = value
     if not isinstance(read, dict | list | None):
         raise ValueError(
-            f"{name} has {brief(value)} as {key}, a text that is no JSON object or list."
+            f"{name} has {brief(value)} as {key}; a text there must be a JSON object or list."
         )
     return read
 
@@ -352,13 +354,13 @@ def _is_target(name: str, message: Mapping[str, Any], role: str, words: Set[str]
     unread = (k for k, v in message.items() if v is not None and k not in {*words, *FLAGS})
     if unknown := [key for key in unread if re.search("(^|_)(mask|loss|weight|train)", key)]:
         raise ValueError(
-            f"{name} has {quoted(unknown)}, which may say what is trained but is unknown. Use one "
-            f"of {quoted(FLAGS)}, or remove the key."
+            f"{name} has {quoted(unknown)}, which may select what is trained but is unknown. Use "
+            f"one of {quoted(FLAGS)}, or remove the key."
         )
     flag = flag_of(name, message)
     if flag and role != "assistant":
         raise ValueError(
-            f'{name} has the role "{role}" and a flag to train it; only the assistant is trained.'
+            f'{name} has a flag to train the role "{role}"; only the assistant is trained.'
         )
     return flag is not False
 
@@ -376,7 +378,7 @@ def _message(name: str, message: Any) -> dict[str, Any]:
         kept["content"] = content = "".join(_text(name, part) for part in content)
     if not isinstance(role, str) or not isinstance(content, str | None):
         raise ValueError(
-            f"{name}: messages hold {brief(message)}; each must have a text under "
+            f"{name}: messages contain {brief(message)}; each must have a text under "
             f'"role" and a text, or null, under "content". "from" may be {quoted(ROLES)}.'
         )
     if calls := decoded(name, "tool_calls", kept.get("tool_calls")):
@@ -389,7 +391,7 @@ def _text(name: str, part: Any) -> str:
     kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, part)
     if kind in (None, "text") and isinstance(text, str):
         return text
-    raise ValueError(f"{name}: messages hold {brief(part)}; only parts of text can be trained.")
+    raise ValueError(f"{name}: messages contain {brief(part)}; only parts of text can be trained.")
 
 
 def check_media(name: str, holder: Mapping[str, Any]) -> None:

@@ -367,8 +367,8 @@ def check_cell(name: str, key: str, value: Any) -> str:
     if isinstance(value, str):
         return value
     raise ValueError(
-        f'{name} has {type(value).__name__} in column "{key}", not a string; errors="skip" leaves '
-        "such rows out."
+        f'{name} has {type(value).__name__} in column "{key}", not a string; errors="skip" drops '
+        "such rows."
     )
 
 
@@ -390,7 +390,7 @@ def check_ids(name: str, document: ArrayLike, vocab_size: int = 2**32) -> NDArra
         )
     if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
         raise ValueError(
-            f"{name} holds token ids from {ids.min()} to {ids.max()}; they must lie in "
+            f"{name} has token ids from {ids.min()} to {ids.max()}; they must lie in "
             f"range(vocab_size={vocab_size})."
         )
     return ids

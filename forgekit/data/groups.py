@@ -188,8 +188,8 @@ class _Source:
     def _pull_up_to(self, number: int) -> None:
         if number < self._pulled - (self._ahead is not None):
             raise RuntimeError(
-                f"micro-batch {number} has been used or skipped: use each group once and before "
-                "the next; batches = list(group) keeps them."
+                f"micro-batch {number} has been used or skipped: use each group once, before "
+                "the next one; batches = list(group) keeps them."
             )
         while self._pulled <= number:
             before = self.samples or 0

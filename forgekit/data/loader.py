@@ -436,7 +436,7 @@ class Loader:
             yield self._take()
             if loop != self._loops:
                 raise RuntimeError(
-                    "the loader has one position and another loop restarted it; make two loaders."
+                    "another loop restarted this loader: it has one position; make two loaders."
                 )
         self.close()
 

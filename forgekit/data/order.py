@@ -389,7 +389,7 @@ def _mixed_weights(
     if weights is None:
         weights = {name: size / sum(sizes.values()) for name, size in sizes.items()}
     if missing := [name for name in sizes if name not in weights]:
-        raise ValueError(f"weights lack {quoted(missing)}; give each source one, 0 to omit it.")
+        raise ValueError(f"weights lack {quoted(missing)}; pass one for each source, 0 to omit it.")
     if not phases or phases[0].start:
         phases = (Phase(start=0), *phases)
     check_phases(phases)
@@ -452,7 +452,9 @@ def mixture_dataset(datasets: Mapping[str, Any], order: Order) -> Mixture:
     lengths = {name: len(dataset) for name, dataset in datasets.items()}
     expected = dict(zip(order.sources, order.sizes, strict=True))
     if lengths != expected:
-        raise ValueError(f"the datasets have {lengths} rows; the order was made for {expected}.")
+        raise ValueError(
+            f"the datasets have {lengths} rows, but the order was made for {expected}."
+        )
     return Mixture(tuple(datasets[name] for name in order.sources), order)
 
 
@@ -501,7 +503,9 @@ class Mixture:
         by_source = torch.from_numpy(np.argsort(sources, kind="stable"))
         batch: Any = torch.cat([*parts.values()])[by_source.argsort()]
         if "source" in batch:
-            raise ValueError('rows have a "source", which the mixture adds; rename theirs.')
+            raise ValueError(
+                'rows have a "source" already, but the mixture adds one; rename theirs.'
+            )
         return batch.set("source", torch.from_numpy(sources))
 
 

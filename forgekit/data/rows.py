@@ -339,6 +339,6 @@ def _check_bins(bins: Bins, offsets: Ints) -> None:
         if not fits.all():
             wrong = int(fits.argmin())
             raise ValueError(
-                f"the bins name {lengths[wrong]} tokens from token {starts[wrong]} of document "
-                f"{documents[wrong]}, which these documents do not have; pack them anew."
+                f"the bins refer to {lengths[wrong]} tokens from token {starts[wrong]} of document "
+                f"{documents[wrong]}, which these documents do not have; pack them again."
             )

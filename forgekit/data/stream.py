@@ -181,12 +181,12 @@ class DocumentStream:
         """
         now = self.state_dict()
         if state["fingerprint"] != now["fingerprint"]:
-            raise ValueError("the position is in other documents; stream those, or start anew.")
+            raise ValueError("the position is in other documents; stream those, or start again.")
         if any(state[name] != now[name] for name in ("reader", "readers")):
             raise ValueError(
-                f"the position is that of reader {state['reader']} of {state['readers']}, and this "
-                f"is reader {now['reader']} of {now['readers']}. Resume on as many ranks and "
-                "workers, or prepare token files, which resume on any number."
+                f"the position belongs to reader {state['reader']} of {state['readers']}, but this "
+                f"is reader {now['reader']} of {now['readers']}. Resume on the same number of "
+                "ranks and workers, or prepare token files, which resume on any number."
             )
         self.close()
         self.cursor = Cursor(**{name: state[name] for name in attrs.asdict(self.cursor)})
@@ -309,7 +309,7 @@ class DocumentRows:
             if is_empty:
                 raise ValueError(
                     f"reader {part} of {parts} has no document ({before.broken} are broken); "
-                    "stream one or more for each."
+                    "each reader needs at least one."
                 )
             before = Cursor(epoch=before.epoch + 1, broken=before.broken)
 

@@ -284,8 +284,8 @@ def _text_of_file(file: File, key: str) -> str:
         raise _damage_of(file, error) from None
     if (position := content.find(0)) >= 0:
         raise ValueError(
-            f"{file} holds a NUL byte at position {position}: it is binary or UTF-16. Convert it "
-            "(iconv -t UTF-8) or leave it out."
+            f"{file} contains a NUL byte at position {position}: it is binary or UTF-16. Convert "
+            "it (iconv -t UTF-8) or leave it out."
         )
     text = _utf8(content, str(file))
     record = {}
@@ -353,7 +353,7 @@ def files_at(paths: Paths) -> list[File]:
             raise FileNotFoundError(f"{location} does not exist; name an existing file or folder.")
         if not files:
             raise FileNotFoundError(
-                f"{location} holds no file to read among {entries} entries. Folders are searched "
+                f"{location} has no file to read among {entries} entries. Folders are searched "
                 f"for {SUFFIXES}; name other files themselves."
             )
         for file in files:

@@ -308,7 +308,7 @@ def _remote(
         length = size // kind.itemsize if count is None else count
         if not length or size != length * kind.itemsize:
             raise ValueError(
-                f"{folder / name} has {sizes.get(name, 'no')} bytes, not those that {INDEX} names. "
+                f"{folder / name} has {sizes.get(name, 'no')} bytes, which differs from {INDEX}. "
                 "Upload the token file again."
             )
         file, blocks = (folder / name, fs, f"{root}/{name}"), checksums.get(name, [])
@@ -341,7 +341,7 @@ def _read_index(folder: Location) -> dict[str, Any]:
         index = None
     if not isinstance(index, dict) or {**index, **KIND} != index:
         raise ValueError(
-            f"{file} is no index of {KIND['kind']} of version {KIND['version']}; write it again."
+            f"{file} is not an index of {KIND['kind']} version {KIND['version']}; write it again."
         )
     return index
 
@@ -350,7 +350,9 @@ def _map(file: Path) -> NDArray[Any]:
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ValueError(f"it holds {array.dtype} {list(array.shape)}, no integers in a row")
+            raise ValueError(
+                f"it has {array.dtype} of shape {list(array.shape)}, not a 1-D array of integers"
+            )
     except Exception as error:  # a damaged header can raise anything
         raise ValueError(f"{file} cannot be read ({error}). Write the token file again.") from None
     return array.view(np.ndarray)

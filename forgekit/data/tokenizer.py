@@ -84,7 +84,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         'to be'
     """
     if isinstance(texts, str):
-        raise TypeError("texts is a str, which has letters for texts; pass [text].")
+        raise TypeError("texts is a str, whose items are characters, not texts; pass [text].")
     check_integers(vocab_size=(vocab_size, SMALLEST_VOCAB, LARGEST_VOCAB))
     tokenizers = require("tokenizers", extra="text")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -131,7 +131,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # tokenizers raises nothing narrower
-        raise ValueError(f"{file} is no tokenizer of the tokenizers package: {error}.") from None
+        raise ValueError(f"{file} is not a tokenizer of the tokenizers package: {error}.") from None
     tokenizer.encode_special_tokens = True
     return without_limits(tokenizer)
 
@@ -154,7 +154,7 @@ def end_of_text(path: str | os.PathLike[str]) -> str:
         try:
             end = json.loads(content_of(beside) or b"{}").get("eos_token")
         except (ValueError, AttributeError) as error:
-            raise ValueError(f"{beside} is no JSON object: {error}. Pass eos_token.") from None
+            raise ValueError(f"{beside} is not a JSON object: {error}. Pass eos_token.") from None
         if end := end.get("content") if isinstance(end, dict) else end:
             return end
     return END_OF_TEXT

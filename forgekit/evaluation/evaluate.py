@@ -116,8 +116,8 @@ def evaluate(
     sets: dict[str, Any] = {**batches} if is_many else {name or "": batches}
     if is_many and (name is not None or not sets):
         raise ValueError(
-            f"name is {name!r} and batches a dict of the sets {sorted(sets)}; its keys, at least "
-            "one, are the names. Leave name out."
+            f"name is {name!r}, but batches is a dict of the sets {sorted(sets)}, whose keys (at "
+            "least one) are the names. Leave name out."
         )
     _check_tokenizers(state, sets, trained_on)
     results = {}
@@ -157,7 +157,7 @@ def _evaluate_one(
         return {}
     if not sums.rows:
         of = f" of set {name!r}" if name else ""
-        raise ValueError(f"evaluate got no micro-batch{of}; every rank must bring at least one.")
+        raise ValueError(f"evaluate got no micro-batch{of}; every rank must provide at least one.")
     totals = sums.totals(state.loss_scale, samples=0)
     if sums.is_nll:  # a name among the sums, which stages without a loss receive from the last one
         totals = totals.plus(nll=torch.zeros_like(totals["loss"]))
@@ -187,7 +187,7 @@ def _check_tokenizers(state: TrainState, sets: Mapping[str, Any], trained_on: An
         where = where if path is None else f"{where} ({path})"
         if vocabulary is not None and size is not None and size > vocabulary:
             raise ValueError(
-                f"{where} has a vocabulary of {size} and the model one of {vocabulary}: it was "
+                f"{where} has a vocabulary of {size}, the model one of {vocabulary}: it was "
                 f"tokenized with another tokenizer. Tokenize its text with the model's: {PREPARE}."
             )
         folder = path.parent if path is not None and path.name == HELD_OUT else path
@@ -197,7 +197,7 @@ def _check_tokenizers(state: TrainState, sets: Mapping[str, Any], trained_on: An
         (first, one), (second, other) = [*used.items()][:2]
         raise ValueError(
             f"{one} and {other} were tokenized with different tokenizers (checksums {first} and "
-            f"{second}), and a model reads the ids of one. Tokenize them alike: {PREPARE}."
+            f"{second}), but a model reads the ids of one. Use the same tokenizer: {PREPARE}."
         )
 
 

@@ -372,7 +372,7 @@ class _Ranks:
                 raise ValueError(
                     f"ranks {first} to {first + size - 1} share their sequences (tp "
                     f"{self.layout.tensor}, cp {self.layout.context}) and were given different "
-                    "prompts or options. Give them the same: prompts by the rank of the data."
+                    "prompts or options. Give them the same ones: choose prompts by data rank."
                 )
 
     def any(self, goes_on: bool, device: torch.device) -> bool:
@@ -430,7 +430,7 @@ def _check_ids(model: Any, rows: list[Tensor]) -> None:
         smallest, largest = (int(end) for end in torch.cat(rows).aminmax())
         if smallest < 0 or largest >= vocab_size:
             raise ValueError(
-                f"prompts hold ids from {smallest} to {largest}; vocab_size is {vocab_size}. "
+                f"prompts have ids from {smallest} to {largest}; vocab_size is {vocab_size}. "
                 "Encode them with the tokenizer that the model was trained with."
             )
 
@@ -442,7 +442,7 @@ def _uniforms(seed: int, samples: Sequence[int] | None, rows: int, count: int) -
         if not is_integer(number):
             raise wrong_type(f"samples[{row}]", number, "an integer")
     if len(numbers) != rows:
-        raise ValueError(f"there are {len(numbers)} samples for {rows} prompts; give one for each.")
+        raise ValueError(f"there are {len(numbers)} samples for {rows} prompts; pass one for each.")
     uniforms, generator = torch.empty(rows, count, dtype=torch.float64), torch.Generator()
     for row, number in zip(uniforms, numbers, strict=True):
         row.uniform_(generator=generator.manual_seed(seed_of(seed, f"sample {int(number)}")))
@@ -454,7 +454,7 @@ def _check_longest(window: int, text: _Text, log_probs: bool) -> None:
     new = text.uniforms.shape[1]
     if log_probs and new and (longest := text.longest + new - 1) > window:
         raise ValueError(
-            f"log_probs need all tokens but the last within max_seq_len {window}, and there may be "
+            f"log_probs need all tokens but the last within max_seq_len {window}, but there may be "
             f"{longest}: a training forward takes no more. Ask for fewer new tokens, or shorten "
             "the prompts."
         )
@@ -465,7 +465,7 @@ def _ending(ids: Sequence[int], device: torch.device) -> Tensor:
     ending = torch.as_tensor(ids, device=device)
     if ending.ndim != 1 or not len(ending):
         raise ValueError(
-            f"stop holds {brief(ids)}; it must hold sequences of at least one token id, such as "
-            "[[13, 13]]. Encode a text with the tokenizer first."
+            f"stop contains {brief(ids)}; it must contain sequences of at least one token id, such "
+            "as [[13, 13]]. Encode a text with the tokenizer first."
         )
     return ending

@@ -67,7 +67,7 @@ def replay_step(state: TrainState, batches: Iterable[TensorDictBase], loss_fn: L
     """
     if state.mesh is not None and state.mesh.size() > 1:
         raise ValueError(
-            f"a step is replayed in one process, and this state is on {state.mesh.size()} ranks; "
+            f"a step is replayed in one process, but this state is on {state.mesh.size()} ranks; "
             "start `forgekit replay` without torchrun."
         )
     batches = list(batches)

@@ -167,7 +167,7 @@ class Family:
             different.append(f"moe.capacity is {spec.moe.capacity}, and it drops no tokens")
         if different:
             raise ValueError(
-                f"{self.architecture} does not compute this spec: {'; '.join(different)}."
+                f"{self.architecture} cannot express this spec: {'; '.join(different)}."
             )
         return config
 
@@ -336,8 +336,8 @@ def _check_supported(config: Config, length: int) -> None:
     window = config.get("sliding_window")
     if slides and window is not None and window < length:
         raise CheckpointError(
-            f"sliding_window is {window} and the context {length}; a Transformer attends to all "
-            f"of it. Shorten it: huggingface_spec(directory, max_seq_len={window})."
+            f"sliding_window is {window}, the context {length}; a Transformer attends to the whole "
+            f"context. Shorten it: huggingface_spec(directory, max_seq_len={window})."
         )
 
 

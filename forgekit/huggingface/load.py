@@ -75,7 +75,7 @@ def huggingface_spec(
     try:
         return family_of(config).read(config, max_seq_len)
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"the config.json of {path}: {explain(error)}.") from None
+        raise CheckpointError(f"cannot use the config.json of {path}: {explain(error)}.") from None
 
 
 def load_huggingface(
@@ -109,7 +109,7 @@ def load_huggingface(
     tensors = named_tensors(model)
     if on_meta := [name for name, tensor in tensors.items() if tensor.is_meta]:
         raise ValueError(
-            f"{on_meta[0]!r} is on meta and has no memory to be read into. Call parallelize first."
+            f"{on_meta[0]!r} is on meta, so it has no memory to load into. Call parallelize first."
         )
     ranks = ranks_sharing(tensors.values())
     names, stored = ranks.together(lambda: _check(model, tensors, path, names))
@@ -123,7 +123,7 @@ def check_named(model: nn.Module, names: NameMap | None) -> None:
     if names is None and not isinstance(model, Transformer) and not is_of_transformers(model):
         raise TypeError(
             f"model is a {type(model).__name__}; pass names=NameMap(rules, model), made of the "
-            "whole model before parallelize, and to save_huggingface like=, its configuration."
+            "whole model before parallelize; save_huggingface needs its configuration as like=."
         )
 
 
@@ -203,7 +203,7 @@ def _check(
             is_same = same_bits(first.get_tensor(HEAD), second.get_tensor(EMBEDDING))
         if not is_same:
             raise CheckpointError(
-                f"{path}: tie_word_embeddings is true and {HEAD} differs from {EMBEDDING}, so one "
+                f"{path}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}, so one "
                 "of them would be lost."
             )
         del stored[HEAD]
@@ -214,7 +214,7 @@ def _check(
             # Quantized weights are integers, which a cast would neither scale nor unpack.
             if dtype.is_floating_point != (tensor.is_floating_point() or is_packed(tensor)):
                 raise CheckpointError(
-                    f"{part.key!r} holds {dtype} and the model's is {tensor.dtype}: quantized "
+                    f"{part.key!r} is {dtype}, but the model's is {tensor.dtype}: quantized "
                     "weights are not unpacked."
                 )
     return names, stored
@@ -226,8 +226,8 @@ def _names_of(model: nn.Module, path: Path) -> NameMap:
         kind = getattr(model.config, "model_type", None)
         if config.get("model_type") != kind:
             raise CheckpointError(
-                f"{path} is of another model: its model_type is {config.get('model_type')!r}, this "
-                f"one's {kind!r}. Build it with forgekit.huggingface.transformers_model."
+                f"{path} is of another model: its model_type is {config.get('model_type')!r}, "
+                f"not {kind!r}. Build it with forgekit.huggingface.transformers_model."
             )
         return transformers_names(model)
     spec = model.spec
@@ -262,7 +262,7 @@ def read_into(tensors: Mapping[str, Tensor], names: NameMap, stored: Mapping[str
             for key, box, target in parts:
                 target.copy_(view_of(file, key, box))
                 if target.is_floating_point() and not _is_finite(target):
-                    raise CheckpointError(f"{key!r} in {path} holds values that are not finite.")
+                    raise CheckpointError(f"{key!r} in {path} contains values that are not finite.")
     for name, tensor in packed.items():
         # Each piece needs the mean over the whole tensor, so a rank reads all, one at a time.
         parts = names.parts[name]

@@ -226,7 +226,7 @@ def _matches(
         used.add(pattern)
         yield name, rule, list(match.groups())
     if unused := [one for *_, one in patterns if one not in used]:
-        raise ValueError(f"{unused} match no tensor of the model; it has {brief(list(tensors))}.")
+        raise ValueError(f"no tensor of the model matches {unused}; it has {brief(list(tensors))}.")
 
 
 def _compile(pattern: str) -> re.Pattern[str]:
@@ -256,7 +256,7 @@ def _parts_of(
     dim, shape = rule.dim, list(tensors[name].shape)
     if rule.rows is not None:
         if rule.rows > shape[0]:
-            raise ValueError(f"{name!r} has {shape[0]} rows and pad asks for {rule.rows}.")
+            raise ValueError(f"{name!r} has {shape[0]} rows, but pad asks for {rule.rows}.")
         shape[0] = rule.rows
     if len(rule.keys) > 1 and shape[dim] % len(rule.keys):
         raise ValueError(

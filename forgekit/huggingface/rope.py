@@ -40,7 +40,7 @@ def read_rope(config: Mapping[str, Any], theta: float) -> tuple[float, RopeScali
     new, old = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     old = {"rope_theta": config["rope_theta"], **old} if "rope_theta" in config else dict(old)
     for key in [key for key in old if key in new and old[key] != new[key]]:
-        raise CheckpointError(f"{key} is {old[key]}, and {new[key]} in rope_parameters.")
+        raise CheckpointError(f"{key} is {old[key]}, but {new[key]} in rope_parameters.")
     fields = {key: value for key, value in {**old, **new}.items() if value is not None}
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind != "default" and kind not in NUMBERS:

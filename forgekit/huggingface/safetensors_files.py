@@ -96,7 +96,7 @@ def stored_tensors(directory: Path) -> dict[str, Stored]:
             ) from None
     files = {name: str(one.file.relative_to(directory)) for name, one in stored.items()}
     if listed is not None and (different := differences(files, listed)):
-        raise CheckpointError(f"the index in {directory} is not of these files: {different}.")
+        raise CheckpointError(f"the index in {directory} does not fit its files: {different}.")
     return stored
 
 
@@ -111,7 +111,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be read: {explain(error)}.") from None
     if not isinstance(tree, dict):
-        raise CheckpointError(f"{path} holds {brief(tree)}; it must be an object.")
+        raise CheckpointError(f"{path} contains {brief(tree)}; it must be a JSON object.")
     return tree
 
 

@@ -224,8 +224,8 @@ def _describe(
     rows = spec.tokens
     if tokens is not None and tokens > rows:
         raise CheckpointError(
-            f"the tokenizer has {tokens} tokens and the model only {rows} rows. Train rows for the "
-            f"new tokens: unpadded_vocab_size={tokens} in the model's spec."
+            f"the tokenizer has {tokens} tokens, but the model only {rows} rows. Train rows for "
+            f"the new tokens: unpadded_vocab_size={tokens} in the model's spec."
         )
     if spec.unpadded_vocab_size is None and 0 < base.get("vocab_size", rows) < rows:
         rows = max(base["vocab_size"], tokens or 0)
@@ -246,7 +246,7 @@ def _check_spec(spec: TransformerSpec, directory: Path) -> None:
     """Compare a model's spec with the files'; the vocabulary's padding may be gone."""
     written = compare_specs(huggingface_spec(directory), spec)
     if different := [one for one in written if not one.startswith("vocab_size")]:
-        raise CheckpointError(f"config.json was read back as another model: {different}.")
+        raise CheckpointError(f"the written config.json describes another model: {different}.")
 
 
 def _senders(
@@ -259,7 +259,7 @@ def _senders(
             senders[key].setdefault(box, rank)
     for key, shape in names.shapes.items():
         if sum(map(volume, senders[key])) != math.prod(shape):
-            raise CheckpointError(f"no rank holds all of {names.names[key]}, {key!r} on disk.")
+            raise CheckpointError(f"no rank has all of {names.names[key]}, {key!r} on disk.")
     return senders
 
 
@@ -379,7 +379,7 @@ def _check_values(views: Mapping[Key, Tensor], names: NameMap, directory: Path) 
             written = view_of(files[stored[key].file], key, box)
             if not same_bits(written, view.to("cpu", written.dtype)):
                 raise CheckpointError(
-                    f"{key!r} was read back with values that differ from {names.names[key]}."
+                    f"{key!r} on disk has values that differ from {names.names[key]}."
                 )
 
 
@@ -400,6 +400,6 @@ def _check_logits(directory: Path) -> None:
     error = float((opened(ids).logits - expected).norm())
     if not error <= CLOSE * float(expected.norm()):
         raise CheckpointError(
-            f"transformers computes other logits from the export: they differ by {error:.1e} of "
-            f"{float(expected.norm()):.1e}, so it was deleted."
+            f"transformers computes different logits from the export: they differ by {error:.1e} "
+            f"of {float(expected.norm()):.1e}, so it was deleted."
         )

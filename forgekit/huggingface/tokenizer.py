@@ -62,7 +62,7 @@ def write_tokenizer(tokenizer: Any, directory: Path, like: Path | None) -> int |
             _copy(source, directory, names)
         else:
             raise CheckpointError(
-                f"tokenizer is {str(tokenizer)!r}, neither a {TOKENIZER} nor a folder with one."
+                f"tokenizer {str(tokenizer)!r} must be a {TOKENIZER} or a folder that contains one."
             )
     elif tokenizer is not None and hasattr(tokenizer, "save_pretrained"):
         tokenizer.save_pretrained(str(directory))

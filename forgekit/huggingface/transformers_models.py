@@ -107,7 +107,7 @@ def transformers_names(model: nn.Module) -> NameMap:
     fused = [name for name in tensors if name.endswith(GATE_UP)]
     if fused and config.model_type not in (*EXPERTS, *FUSED):
         raise CheckpointError(
-            f"{fused[0]!r} holds all experts of a layer; their names on disk are known for "
+            f"{fused[0]!r} contains all experts of a layer; their names on disk are known for "
             f"{[*EXPERTS, *FUSED]}, not for {config.model_type!r}. Pass names=."
         )
     return NameMap([_rule(name, experts) for name in tensors], tensors)

@@ -107,7 +107,7 @@ def add_chosen(model: nn.Module, chosen: Sequence[Adapter], base: Base | None = 
         check_choice("base", base, get_args(Base))
     if was_parallelized(model) or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ValueError(
-            f"{type(model).__name__} went through parallelize, and gradients of adapters that are "
+            f"{type(model).__name__} went through parallelize already, so gradients of adapters "
             "added now would never be summed. Add or load adapters before forgekit.parallelize."
         )
     matrices = find_matrices(model)
@@ -288,7 +288,7 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         if not matching:
             ends = dict.fromkeys(name.rpartition(".")[2] for name in matrices)
             raise ValueError(
-                f"the pattern {pattern!r} matches no linear layer and no stack of experts; their "
+                f"no linear layer or stack of experts matches the pattern {pattern!r}; their "
                 f"names end in {quoted(ends)}. The output projection of a tied model is its "
                 "embedding."
             )
@@ -303,8 +303,8 @@ def _by_name(names: list[str], patterns: Mapping[str, float], default: float) ->
         matching = [name for name in names if fnmatchcase(name, pattern)]
         if not matching:
             raise ValueError(
-                f"the pattern {pattern!r} matches none of the {len(names)} matrices that get an "
-                f"adapter (first: {names[0]!r})."
+                f"none of the {len(names)} matrices that get an adapter (first: {names[0]!r}) "
+                f"matches the pattern {pattern!r}."
             )
         values |= dict.fromkeys(matching, value)
     return values

@@ -107,8 +107,8 @@ def save_adapter(
     adapters = {name: adapter for one, *_ in held for name, adapter in one.items()}
     if trained := list(dict.fromkeys(name for _, others, _ in held for name in others)):
         raise ValueError(
-            f"{len(trained)} trained parameters (first: {trained[0]!r}) are no part of an adapter "
-            "and would be lost. Freeze them, or use forgekit.checkpoint_save."
+            f"{len(trained)} trained parameters (first: {trained[0]!r}) do not belong to an "
+            "adapter and would be lost. Freeze them, or use forgekit.checkpoint_save."
         )
     reshard(model)
     # Collectives in the model's order, the same on all ranks that share a factor.
@@ -205,7 +205,7 @@ def to_peft(
     by_dora = {adapter.dora: name for name, adapter in adapters.items()}
     if len(by_dora) > 1:
         raise CheckpointError(
-            f"{by_dora[True]!r} has DoRA and {by_dora[False]!r} does not; peft's files have one "
+            f"{by_dora[True]!r} has DoRA, but {by_dora[False]!r} has not; peft's files have one "
             "setting for all. Use forgekit.checkpoint_save."
         )
     keys = _keys(adapters, is_transformer=is_transformer)
@@ -250,7 +250,7 @@ def from_peft(
                 tensors[name, "W"] = tensor
         elif part is None or path == key:
             raise CheckpointError(
-                f"it holds {key!r}, not {PREFIX}<matrix> with one of {quoted(ENDS.values())}."
+                f"it has {key!r}, not {PREFIX}<matrix> with one of {quoted(ENDS.values())}."
             )
         else:
             paths.setdefault(path.removesuffix(ENDS[part]), {})[part] = tensor
@@ -291,9 +291,9 @@ def _known(path: str, names: Mapping[str, str], shapes: Shapes) -> str:
             f"{path!r} {EXPERTS}Merge it with peft, and start from the merged model."
         )
     if path not in names:
-        tied = "; of a tied model build it with tied=False" if path == HEAD else ""
+        tied = "; build a tied model with tied=False" if path == HEAD else ""
         raise CheckpointError(
-            f"it has an adapter of {path!r}, which this model does not have{tied}."
+            f"it has an adapter for {path!r}, which this model does not have{tied}."
         )
     return path
 
@@ -361,7 +361,7 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
     tensors = load(read_regular(path))
     if broken := [key for key, tensor in tensors.items() if not tensor.isfinite().all()]:
-        raise CheckpointError(f"{broken[0]!r} holds values that are not finite.")
+        raise CheckpointError(f"{broken[0]!r} contains values that are not finite.")
     return tensors
 
 

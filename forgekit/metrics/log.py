@@ -420,8 +420,8 @@ def _stacked(tensors: Mapping[str, Tensor]) -> Tensor:
     for name, tensor in tensors.items():
         if tensor.ndim:
             raise ValueError(
-                f"metric {name!r} has shape {tuple(tensor.shape)}; a metric is one number. "
-                "Reduce it where it arises, for example by .mean()."
+                f"metric {name!r} has shape {tuple(tensor.shape)}; a metric must be one number. "
+                "Reduce it where it is computed, for example by .mean()."
             )
     wide = [tensor.detach().double() for tensor in tensors.values()]
     return torch.stack(wide) if wide else torch.empty(0)

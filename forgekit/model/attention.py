@@ -145,8 +145,8 @@ def attend_causal(
             return _flash(q, k, v, bounds)
         if attention == "varlen":
             raise ValueError(
-                "attention is 'varlen', and in doc_ids an id comes back after another in a row; "
-                "the kernel takes documents that lie together. Pass 'flex', 'sdpa' or 'auto'."
+                "attention is 'varlen', but a document in doc_ids is interrupted by another one; "
+                "the kernel needs documents in one piece. Pass 'flex', 'sdpa' or 'auto'."
             )
         kernel = choose("scattered", *here)
     if kernel == "flex":

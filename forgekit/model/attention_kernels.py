@@ -100,7 +100,7 @@ def choose(
     if attention in able:
         why = why_not(attention, *here)
     raise ValueError(
-        f"attention is {attention!r}, and {why}. For {use} in {dtype} on {device.type} pass "
+        f"attention is {attention!r}, but {why}. For {use} in {dtype} on {device.type} pass "
         f"{', '.join(map(repr, fitting))} or 'auto'."
     )
 

@@ -204,8 +204,8 @@ def refuse_batch_invariant(why: str) -> NoReturn:
         ValueError: Always.
     """
     raise ValueError(
-        f"the model is to be batch_invariant, and {why}: log-probabilities of generate would not "
-        "be bit for bit those of a training forward. Leave one of the two out."
+        f"the model cannot be batch_invariant, since {why}: log-probabilities of generate would "
+        "not be bit for bit those of a training forward. Leave one of the two out."
     )
 
 
@@ -253,8 +253,8 @@ def _starts(q: Tensor, doc_ids: Tensor | None) -> Tensor:
     bounds = Documents().bounds(doc_ids, may_read=True)
     if bounds is None:
         raise ValueError(
-            "the model is batch_invariant, and in doc_ids an id comes back after another in a row; "
-            "documents must lie together. Number each run of positions by itself."
+            "the model is batch_invariant, but a document in doc_ids is interrupted by another "
+            "one. Give each contiguous run of positions its own id."
         )
     return bounds.starts.cpu().long()
 

@@ -101,7 +101,7 @@ def _reset_values(
     if reset is None:
         raise ValueError(
             f"{prefix.rstrip('.') or type(module).__name__!r} ({type(module).__name__}) has the "
-            f"parameters {list(parameters)} and no reset_parameters() to fill them. Add that "
+            f"parameters {list(parameters)}, but no reset_parameters() to fill them. Add that "
             "method, or initial_std(name) to the model."
         )
     twin, empty = copy.copy(module), dict[str, nn.Parameter]()

@@ -73,7 +73,7 @@ def _check_channels(spec: TransformerSpec, _field: Any, head_dim: int | None) ->
 def _check_moe(spec: TransformerSpec, _field: Any, moe: MoESpec | None) -> None:
     if moe is not None and moe.first >= spec.layers:
         raise ValueError(
-            f"moe.first is {moe.first} and layers {spec.layers}: no block would have experts. "
+            f"moe.first is {moe.first}, but layers {spec.layers}: no block would have experts. "
             f"Blocks are counted from 0 to {spec.layers - 1}."
         )
 
@@ -81,7 +81,7 @@ def _check_moe(spec: TransformerSpec, _field: Any, moe: MoESpec | None) -> None:
 def _check_rows(spec: TransformerSpec, _field: Any, tokens: int | None) -> None:
     if tokens is not None and tokens > spec.vocab_size:
         raise ValueError(
-            f"unpadded_vocab_size {tokens} is above vocab_size {spec.vocab_size}, and each token "
+            f"unpadded_vocab_size {tokens} is above vocab_size {spec.vocab_size}, but each token "
             "needs a row. Raise vocab_size."
         )
 
@@ -328,7 +328,7 @@ class Transformer(nn.Module):
         rows, positions = input_ids.shape
         if targets is not None and targets.shape != input_ids.shape:
             raise ValueError(
-                f"targets has shape {tuple(targets.shape)} and input_ids {(rows, positions)}; give "
+                f"targets has shape {tuple(targets.shape)}, input_ids {(rows, positions)}; pass "
                 "one bool for each position."
             )
         is_token = None if doc_ids is None else doc_ids >= 0

@@ -43,7 +43,7 @@ def find_experts(model: nn.Module, plan: Mapping[str, Any] | None) -> list[nn.Mo
     named = {pattern: style for pattern, style in (plan or {}).items() if style == EXPERT}
     if not named:
         raise ValueError(
-            f"ep is above 1 and no plan names the experts of {type(model).__name__}; pass "
+            f"ep is above 1, but no plan names the experts of {type(model).__name__}; pass "
             f"plan={{'layers.*.experts': '{EXPERT}'}}, or set ep to 1."
         )
     matched = match_plan(model, named)

@@ -104,8 +104,8 @@ def _run(
     # A model that changes its logits (scale, soft cap) returns another tensor or version.
     if [p._version for p in placeholders] != [0] or not _holds(output, placeholders[0]):
         raise ValueError(
-            f"head= replaces one projection, which ran {len(results)} times, or whose output the "
-            "model changes (a scale, a soft cap). Compute the loss of the model's logits instead."
+            f"head= replaces one projection, but it ran {len(results)} times, or the model changes "
+            "its output (a scale, a soft cap). Compute the loss from the model's logits instead."
         )
     return results[0]
 

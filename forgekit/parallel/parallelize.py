@@ -272,13 +272,13 @@ def _check_options(
     check_integers(mlp_tiles=(options.mlp_tiles, 1))
     if options.mlp_tiles > 1 and not any(isinstance(layer, Block) for layer in layers):
         raise ValueError(
-            f"mlp_tiles is {options.mlp_tiles} and {type(model).__name__} has no blocks of a "
-            "Transformer. Recompute whole blocks instead: activation_checkpoint='full'."
+            f"mlp_tiles is {options.mlp_tiles}, but {type(model).__name__} has no Transformer "
+            "blocks. Recompute whole blocks instead: activation_checkpoint='full'."
         )
     if not layers and (compiled or recomputed != "none" or size_of(mesh, "pp") > 1):
         raise ValueError(
             f"{type(model).__name__} has no list 'layers' to compile, recompute or split into "
-            f"pipeline stages; name one with blocks=: {_lists(model)}"
+            f"pipeline stages; {_lists(model)}"
         )
 
 
@@ -308,8 +308,8 @@ def _check_model(model: nn.Module, layers: list[nn.Module]) -> None:
         for name, parameter in block.named_parameters():
             if (other := owners.setdefault(parameter, index)) != index:
                 raise ValueError(
-                    f"blocks {other} and {index} share {name!r}, which FSDP would gather for one "
-                    "of them. Call what they share between blocks, or use a whole block twice."
+                    f"blocks {other} and {index} share {name!r}, but FSDP would gather it for only "
+                    "one. Move the shared module out of the blocks, or reuse a whole block."
                 )
 
 
@@ -351,14 +351,14 @@ def _find_blocks(model: nn.Module, name: str | None) -> tuple[str, list[nn.Modul
     path = name or (in_body if in_body in dict(model.named_modules()) else "layers")
     layers: Any = reduce(lambda module, part: getattr(module, part, None), path.split("."), model)
     if isinstance(layers, nn.ModuleList | nn.Sequential):
-        return path, list(dict.fromkeys(layers))  # one that is used twice stands once
+        return path, list(dict.fromkeys(layers))  # a layer that is used twice is listed once
     if name is None:
         return path, []
     raise ValueError(
-        f"blocks={name!r} is no list of layers of {type(model).__name__}; {_lists(model)}"
+        f"{name!r} is not a ModuleList or Sequential in {type(model).__name__}; {_lists(model)}"
     )
 
 
 def _lists(model: nn.Module) -> str:
     lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
-    return f"its lists are {lists}."
+    return f"candidates for blocks=: {lists}."

@@ -130,13 +130,13 @@ def roll_back(
     check_integers(times=(times, 1))
     bad, step, samples, skips = int(state.skipped), state.step, state.samples, state.skips
     if bad == 0:
-        raise ValueError(f"step {step} was good, so there is nothing to roll back from.")
+        raise ValueError(f"step {step} was good, so there is nothing to roll back.")
     which = f"the {counted(bad, 'bad step')} up to step {step}"
     for name, field in saved_fields(state).items():
         if is_per_rank(state, field) and hasattr(getattr(state, name), "__iter__"):
             raise ValueError(
                 f"rows of the stream {name!r} have no numbers, so they cannot be skipped and would "
-                "break the run again. "
+                "be bad again. "
                 'Use bad_step_policy("skip"), or train on a dataset of numbered rows.'
             )
     since = int(state.bad_since)

@@ -98,7 +98,7 @@ class DataEnd:
         ended = float(self._last.read())
         if self.policy == "error" and 0 < ended < world:
             raise ValueError(
-                f"the data ended on {ended:.0f} of {world} ranks only. Distribute them evenly, or "
+                f"the data ended on only {ended:.0f} of {world} ranks. Distribute them evenly, or "
                 'use DataEnd("pad") or DataEnd("drop").'
             )
         return ended > 0 if self.policy == "drop" else ended == world

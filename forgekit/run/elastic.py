@@ -162,7 +162,7 @@ def _connect() -> dist.TCPStore:
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise ValueError(
             f"with --max-restarts={restarts(os.environ)} a restart by torchrun would hang: it "
-            "reuses the store of the previous attempt, which holds keys of dead ranks. Start "
+            "reuses the store of the previous attempt, which has keys of dead ranks. Start "
             "torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or with --max-restarts=0."
         )
     rank, _, _ = identity(os.environ)
@@ -173,7 +173,7 @@ def _connect() -> dist.TCPStore:
         with suppress(OSError), socket.create_connection(address, timeout=1.0):
             break
         if time.monotonic() > deadline:
-            raise HangError(f"rank 0 did not come within {LATE_S:g} s: a machine may be lost.")
+            raise HangError(f"rank 0 did not appear within {LATE_S:g} s: a machine may be lost.")
         time.sleep(0.05)
     # as in init_process_group
     return dist.TCPStore(*address, is_master=rank == 0, wait_for_workers=False, multi_tenant=True)

@@ -127,8 +127,8 @@ def _build(run: Location, config: Mapping[str, Any], *, is_own: bool) -> nn.Modu
         _, spec = read_base(base, config.get("new_tokens") or ())
     else:
         raise CheckpointError(
-            f"{run / 'config.json'} says neither model (a TransformerSpec) nor base, so the run's "
-            "model is not known. Build it, and call forgekit.checkpoint_load."
+            f"{run / 'config.json'} has neither model (a TransformerSpec) nor base, so the run's "
+            "model is unknown. Build it, and call forgekit.checkpoint_load."
         )
     with torch.device("meta"):
         return Transformer(spec)
@@ -141,7 +141,7 @@ def _read_spec(run: Location, tree: Mapping[str, Any]) -> TransformerSpec:
         return TransformerSpec(**{**tree, **made})
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{run / 'config.json'} has no TransformerSpec as model: {error}"
+            f"model in {run / 'config.json'} is not a TransformerSpec: {error}"
         ) from None
 
 

@@ -62,7 +62,7 @@ def check_directory(folder: Path) -> None:
         pass
     if any(folder.glob("*.safetensors")):
         raise ValueError(
-            f"{folder} holds a model, whose config.json would be overwritten by the run's. "
+            f"{folder} contains a model, whose config.json would be overwritten by the run's. "
             "Choose another run directory, out=DIR."
         )
 

@@ -72,7 +72,7 @@ def test_numbers_below_0_or_not_finite_end_with_code_2(recipe, capsys):
 
 @pytest.mark.parametrize("use", [fk.data.text_documents, fk.data.open_tokens])
 def test_an_empty_path_is_not_the_current_folder(use):
-    with pytest.raises(ValueError, match=r'is empty; name a file or folder\. "\." is the curr'):
+    with pytest.raises(ValueError, match=r'is empty; pass a file or folder\. "\." is the curr'):
         use("")
 
 

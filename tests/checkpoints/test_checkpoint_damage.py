@@ -68,7 +68,7 @@ DAMAGE = {
     "missing": (in_shard(Path.unlink), r"rank_00000\.safetensors is missing"),
     "edited": (in_manifest(edit, world=7), "was changed after it was saved"),
     "no text": (manifest_of(b"\xff\x00"), "is not JSON"),
-    "a list": (manifest_of(b"[]"), "describes no checkpoint"),
+    "a list": (manifest_of(b"[]"), "does not describe a checkpoint"),
     "renamed": (in_manifest(rewrite, step=1), "says step 1, so the directory was renamed"),
 }
 
@@ -115,9 +115,9 @@ def test_without_a_checkpoint_the_state_itself_comes_back(tmp_path, caplog, wher
     assert state.step == 0
     assert "step_00000009 does not count: its manifest.json is missing" in caplog.text
     (half / "model.pt").write_bytes(b"of an unknown format")
-    assert re.search("step_00000009 may be one, and its manifest.json is missing", load(url))
+    assert re.search("step_00000009 may be one, but its manifest.json is missing", load(url))
     (half / "model.pt").rename(half / "manifest.json")
-    assert "is a checkpoint itself; name the folder that holds it" in load(half)
+    assert "is a checkpoint itself; pass the folder that contains it" in load(half)
 
 
 def test_a_link_to_a_disk_that_is_not_there_is_no_run_without_checkpoints(tmp_path):

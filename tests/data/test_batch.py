@@ -118,7 +118,7 @@ def test_what_a_tensor_of_another_name_holds_is_declared_and_never_guessed():
     assert shard_sequence(apart, rank=1, world=2)["table"].equal(table[:, None])
     plain = batch.clone().update({"table": table})
     assert (shard_sequence(plain, rank=0, world=1) == plain).all()
-    with pytest.raises(ValueError, match=r'"table" has shape \(2, 8\), and ranks share 8 pos'):
+    with pytest.raises(ValueError, match=r'"table" has shape \(2, 8\), but ranks share 8 pos'):
         shard_sequence(plain, rank=0, world=2)
 
 
@@ -133,8 +133,8 @@ BAD = {
     'has no "labels"; it has "input_ids"': lambda: check_batch(batch_of(input_ids=IDS)),
     r'"input_ids" has shape \(2, 3, 1\)': lambda: check_batch(full_batch(input_ids=IDS[..., None])),
     r'"labels" has shape \(2, 2\); it must be': lambda: check_batch(full_batch(labels=IDS[:, 1:])),
-    '"labels" holds torch.float16': lambda: check_batch(full_batch(labels=IDS.half())),
-    "torch.uint8, which has no -100": lambda: mask_batch(full_batch(labels=IDS.byte())),
+    '"labels" is torch.float16': lambda: check_batch(full_batch(labels=IDS.half())),
+    "torch.uint8, which cannot store -100": lambda: mask_batch(full_batch(labels=IDS.byte())),
     'batch has "labels" already': lambda: shift_labels(full_batch()),
     r'"input_ids" has shape \(2, 1\); shift': lambda: shift_labels(batch_of(input_ids=IDS[:, :1])),
     "a row has 3 positions, more than 2": lambda: pad_positions(full_batch(), 2),

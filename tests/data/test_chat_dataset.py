@@ -172,8 +172,8 @@ def test_a_template_that_forgets_reasoning_is_refused_or_rendered_turn_by_turn()
 
 TO_PROVE = [USER, {**ANSWER, "content": "Four</s>, I think."}, *MORE]
 REFUSED = {  # a change of the template, and messages
-    r"message 1 with '.*<end>\\n', which holds no special": ("<|im_end|>", "<end>"),
-    "message 1 with '.*</s>, I think.', which holds no special": (
+    r"message 1 with '.*<end>\\n', which has no special": ("<|im_end|>", "<end>"),
+    "message 1 with '.*</s>, I think.', which has no special": (
         *("<|im_end|>", "{% if '</s>' not in m.content %}<|im_end|>{% endif %}"),
     ),
     r"ends message 0 with '.*<think>\\n', and message 1 does not continue": (
@@ -184,7 +184,7 @@ REFUSED = {  # a change of the template, and messages
     'omits the call of "add" in message 1': ("", "", [USER, {**CALL, "content": ""}]),
     "cannot be rendered: no": (WORDS, "{{ raise_exception('no') }}"),
     'no assistant turn to train; its roles are "user"': ("", "", [USER]),
-    "messages hold 'hello'": ("", "", "hello"),
+    "messages contain 'hello'": ("", "", "hello"),
 }
 
 
@@ -407,7 +407,7 @@ def test_flags_say_which_turns_are_targets_and_others_are_refused(caplog):
     assert targets({"masked": True}, {"masked": False}) == BOTH[1]
     assert targets({"weight": 1, "train": False}) == BOTH[1]
     for unknown in ("mask", "step_loss_mask", "train_detail"):
-        with pytest.raises(ValueError, match=f'message 1 has "{unknown}", which may say what is'):
+        with pytest.raises(ValueError, match=f'message 1 has "{unknown}", which may select what'):
             targets({unknown: 1})
     assert targets({}, train_on="last") == BOTH[1]
     assert targets({"weight": 0}, train_on="last") == BOTH[1]
@@ -435,7 +435,7 @@ def test_the_last_turn_alone_needs_no_template_that_keeps_earlier_ones():
     ids, _, _ = next(_documents(rows))
     assert ids == tokenizer.apply_chat_template(chat, return_dict=False)
     assert _targets(rows, tokenizer) == ["Five.<|im_end|>"]
-    with pytest.raises(ValueError, match='train_on is \'first\'; it is one of "all", "last"'):
+    with pytest.raises(ValueError, match='train_on is \'first\'; it must be one of "all", "last"'):
         chat_dataset([{"messages": chat}], tokenizer, 128, train_on="first")
 
 
@@ -470,7 +470,7 @@ def test_options_of_a_line_and_of_all_lines_reach_the_template(kind):
     both = [{**line, "chat_template_kwargs": {"enable_thinking": on}} for on in (True, False)]
     thought = ["<think>" in text for text in _targets(read(both, tokenizer, 512), tokenizer)]
     assert thought.count(True) == len(thought) // 2
-    with pytest.raises(ValueError, match='the chat template reads no "enable_thinkin", which'):
+    with pytest.raises(ValueError, match='template= sets "enable_thinkin", which'):
         rows({"enable_thinkin": False})
     for key in ("tokenize", "continue_final_message", "chat_template"):
         with pytest.raises(ValueError, match="line 0: the messages cannot be rendered: "):
@@ -504,7 +504,7 @@ FILES = {  # content of a file, and the targets of its documents or the refusal
         for key in ("value", "text", "message", "refusal")
     },
     "a value beside the content": (ONE.replace("Four.", 'a", "value": "b'), ["a<|im_end|>"]),
-    "no role": (ONE.replace('"role": "user", ', ""), 'messages hold .* under "role"'),
+    "no role": (ONE.replace('"role": "user", ', ""), 'messages contain .* under "role"'),
 }
 SAID = {  # turns, and the targets
     "system in the middle": ("user assistant system user assistant", [2, 5]),
@@ -557,7 +557,7 @@ def test_a_system_text_and_tools_of_a_line_are_rendered():
         ids, _, _ = next(_documents(rows))
         assert ids == tokenizer.apply_chat_template(messages, tools=described, return_dict=False)
         assert _targets(rows, tokenizer) == ["Four, I think.<|im_end|>"]
-    with pytest.raises(ValueError, match="line 0 has 'add' as tools, a text that is no JSON"):
+    with pytest.raises(ValueError, match="line 0 has 'add' as tools; a text there must be a JSON"):
         chat_dataset([{"messages": chat, "tools": "add"}], tokenizer, 64)
 
 
@@ -597,7 +597,7 @@ def test_lines_are_read_from_every_kind_of_file_and_dataset(tmp_path):
     files = ("a.jsonl.gz", "array.json", "a.parquet", "saved")
     for source in [*(tmp_path / file for file in files), dataset, *others]:
         assert chat_dataset(source, tokenizer, 256).fingerprint == wanted, source
-    with pytest.raises(ValueError, match='the dataset has the splits "train"; pass one'):
+    with pytest.raises(ValueError, match='the dataset has splits "train"; pass one'):
         chat_dataset(datasets.DatasetDict(train=dataset), tokenizer, 64)
     for text, message in (
         ("[1]", r"\[0\] is 1; it must be"),
@@ -624,7 +624,7 @@ LINES = {
     'hold .*\'function_call\'.* "from" may be "human", "gpt"': (
         *(DROP, {"conversations": [{"from": "function_call", "value": "a"}]}),
     ),
-    'a.jsonl:1 has a "system" and a first message of the system': (
+    'a.jsonl:1 has both "system" and a first message': (
         *(DROP, {"messages": [{"role": "system", "content": "a"}, USER, ANSWER], "system": "a"}),
     ),
     "long is 'truncate'": (partial(preference_dataset, long="truncate"), LONG),

@@ -110,7 +110,7 @@ def test_a_loader_with_an_end_starts_anew_and_an_endless_one_goes_on():
     first = iter(finite)
     next(first)
     next(iter(finite))
-    with pytest.raises(RuntimeError, match=r"has one position and another loop restarted it"):
+    with pytest.raises(RuntimeError, match=r"another loop restarted this loader"):
         next(first)
     finite.close()
 

@@ -243,7 +243,7 @@ def test_one_process_at_a_time_prepares_a_folder_and_foreign_files_stay(source, 
 
     assert prepare(source, tmp_path / "out", vocab_size=300, progress=meanwhile).is_new
     (tmp_path / "out" / "model.pt").write_text("precious")
-    with pytest.raises(FileExistsError, match=r"holds files that were not written here"):
+    with pytest.raises(FileExistsError, match=r"contains files that were not written here"):
         prepare(source, tmp_path / "out", vocab_size=301)
     assert (tmp_path / "out" / "model.pt").exists()
 
@@ -337,7 +337,9 @@ def test_the_end_that_a_directory_names_is_part_of_what_was_made(tmp_path):
         made(tokenizer=tmp_path)
     for broken in ("[]", "{"):
         settings.write_text(broken)
-        with pytest.raises(ValueError, match=r"_config.json is no JSON object: .*Pass eos_token"):
+        with pytest.raises(
+            ValueError, match=r"_config.json is not a JSON object: .*Pass eos_token"
+        ):
             stream_documents(pairs, 4, 1, tokenizer=tmp_path)
         assert made(tokenizer=tmp_path, eos_token="<s>").train.eos_id == 260
 

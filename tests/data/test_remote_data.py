@@ -115,7 +115,7 @@ def test_what_is_prepared_from_a_bucket_is_what_is_prepared_from_a_disk(
     for read, url, message in (
         (load_tokenizer, texts_url, "tokenizer.json does not exist"),
         (text_documents, "s3://bucket/none", "s3://bucket/none does not exist"),
-        (text_documents, "s3://bucket/bin", "bucket/bin holds no file to read among 1 entr"),
+        (text_documents, "s3://bucket/bin", "bucket/bin has no file to read among 1 entr"),
     ):
         with pytest.raises(FileNotFoundError, match=message):
             read(url)
@@ -264,7 +264,7 @@ def test_a_flipped_bit_a_replaced_object_and_an_incomplete_upload_are_refused(bu
         with pytest.raises(ValueError, match=r"00001.npy differs from its checksum in block 0"):
             read()
     fs.pipe_file(shard, bytes(content[:-2]))
-    with pytest.raises(ValueError, match=r"00001.npy has 726 bytes, not those that"):
+    with pytest.raises(ValueError, match=r"00001.npy has 726 bytes, which differs"):
         open_tokens(url)
     fs.rm_file(shard)
     with pytest.raises(ValueError, match=r"00001.npy has no bytes"):
@@ -273,7 +273,9 @@ def test_a_flipped_bit_a_replaced_object_and_an_incomplete_upload_are_refused(bu
     with pytest.raises(FileNotFoundError, match=r"s3://.* is not a token file: it has no index"):
         open_tokens(url)
     for call in (write, lambda url: cached_bins(pathlib.Path(url), [1, 2], 4)):
-        with pytest.raises(ValueError, match=r"s3:/+bucket/x is a URL; name a folder of this"):
+        with pytest.raises(
+            ValueError, match=r"s3:/+bucket/x is a URL; copy it, and pass a folder of this"
+        ):
             call("s3://bucket/x")
 
 

@@ -38,7 +38,7 @@ def test_a_folder_leaves_out_what_is_no_text_but_a_named_file_is_read(tmp_path):
         (tmp_path / name).write_text(" \n" if name == "blank.txt" else name)
     texts = [text for _, text in text_documents([tmp_path, tmp_path / "odd.name"])]
     assert texts == ["deep.txt", "odd.name"]
-    for name, message in (("a.txt", "holds no file to read among 0"), ("b.txt", "does not exist")):
+    for name, message in (("a.txt", "has no file to read among 0"), ("b.txt", "does not exist")):
         with pytest.raises(FileNotFoundError, match=f"{name} {message}"):
             text_documents(tmp_path / name)
 
@@ -204,8 +204,8 @@ def test_one_object_is_a_text_and_kinds_are_counted(tmp_path):
 LONG = "x" * 300_000
 SAID = {  # the bytes of a file, and its texts or what is said of it
     ("a.txt", "\ufeff\ta\r\nü\u2028b\rc".encode()): ["\ta\r\nü\u2028b\rc"],
-    ("a.txt", "text".encode("utf-16")): "a.txt is not UTF-8|a.txt holds a NUL",
-    ("a.txt", b"a\x00b"): "a.txt holds a NUL byte at position 1",
+    ("a.txt", "text".encode("utf-16")): "a.txt is not UTF-8|a.txt contains a NUL",
+    ("a.txt", b"a\x00b"): "a.txt contains a NUL byte at position 1",
     ("a.txt", b"a\xff"): "a.txt is not UTF-8: byte 0xff at position 1",
     ("a.txt", b" \r\n\t"): [],
     ("a.txt", b'{"text": "a"}\n{"text": "b"}\n'): r"a.txt begins with a JSON record that has .text",

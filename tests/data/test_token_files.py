@@ -103,7 +103,7 @@ def test_nothing_but_a_token_file_is_replaced(tmp_path):
 
 
 BAD = {
-    "document 1 holds token ids from 100 to 100; they": {"documents": [[1], [100]]},
+    "document 1 has token ids from 100 to 100; they": {"documents": [[1], [100]]},
     r"document 0 is float64 of shape \(1,\)": {"documents": [[1.5]]},
     "there are no documents": {"documents": []},
     "eos_id 100 must be at most 99": {"eos_id": 100},
@@ -136,12 +136,12 @@ SHARD = "shard_00002.npy"
 CHANGED = "differs from its checksum"
 DAMAGE = {
     r"00002.npy cannot be read \(mmap length is": edit(SHARD, lambda old: old[:-3]),
-    "00002.npy .*it holds float16": edit(SHARD, lambda old: old.replace(b"<u2", b"<f2")),
+    "00002.npy .*it has float16": edit(SHARD, lambda old: old.replace(b"<u2", b"<f2")),
     "has 12 tokens in .* index.json says 13": edit(
         SHARD, lambda old: old.replace(b"(3,)", b"(2,)")
     ),
     r"13 tokens .* up to \[7\]": edit("offsets.npy", lambda old: old.replace(b"(5,)", b"(4,)")),
-    "index.json is no index of forgekit-tokens of version 3": edit_index(version=1),
+    "index.json is not an index of forgekit-tokens version 3": edit_index(version=1),
     f"shard_00002.npy {CHANGED}": edit(SHARD, flip(-1)),
     f"offsets.npy {CHANGED}": edit("offsets.npy", flip(128 + 9)),
     f"shard_00000.npy {CHANGED}": edit_index(checksums={}),

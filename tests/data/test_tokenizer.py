@@ -40,7 +40,7 @@ def test_what_cannot_be_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"tokenizer.json does not exist; `forgekit prep"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer.json is no tokenizer of the"):
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer of the"):
         load_tokenizer(tmp_path)
 
 

@@ -18,13 +18,13 @@ import forgekit as fk
 SETUP = "device.pretend:install"
 
 
-ONLY = "device is 'pretend:{}' and this process sees pretend:0"
+ONLY = "device is 'pretend:{}', but this process sees only pretend:0"
 CHOSEN = {
     ("pretend:1", 2, 1): 1,
     (None, 2, 1): 0,
-    ("pretend:1", 1, 1): ONLY.format(1) + r" only\. Use 'pretend', which",
+    ("pretend:1", 1, 1): ONLY.format(1) + r"\. Use 'pretend', which",
     ("pretend:1", 2, 2): "this rank, 0 on its machine, gets pretend:0. Use 'pretend': each rank",
-    ("cuda", 1, 1): "'cuda' and torch finds no such device here; it finds pretend and cpu",
+    ("cuda", 1, 1): "'cuda', but torch finds no such device here; it finds pretend and cpu",
 }
 """What is asked for, of how many devices, by the first of how many ranks: a device or a refusal."""
 

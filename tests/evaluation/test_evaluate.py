@@ -206,13 +206,13 @@ def rows_of(folder, *, vocab_size=SPEC.vocab_size, tokenizer=None):
 
 
 REFUSED_SETS = {
-    r"^set 'a' \(.*/a\) has a vocabulary of 50 and the model one of 37: it was tokenized": (
+    r"^set 'a' \(.*/a\) has a vocabulary of 50, the model one of 37: it was tokenized": (
         lambda at: {"a": rows_of(at / "a", vocab_size=50)}
     ),
     r"^set 'a' \(.*/a\) and set 'b' \(.*/b\) were tokenized with different tokenizers": (
         lambda at: {name: rows_of(at / name, tokenizer=name) for name in "ab"}
     ),
-    r"^name is None and batches a dict of the sets \[\]; its": lambda at: {},
+    r"^name is None, but batches is a dict of the sets \[\], whose": lambda at: {},
     "^evaluate got no micro-batch of set 'empty'": lambda at: {"a": [held_out()], "empty": []},
 }
 

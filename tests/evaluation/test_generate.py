@@ -264,7 +264,7 @@ def test_rows_beyond_max_seq_len_are_named_once_and_have_no_log_probs(
     assert len(said) == says
     assert all("sees the last 16 tokens alone" in one and f"up to {prompt}," in one for one in said)
     if says:
-        message = rf"within max_seq_len 16, and there may be {prompt + count - 1}"
+        message = rf"within max_seq_len 16, but there may be {prompt + count - 1}"
         with pytest.raises(ValueError, match=message):
             fk.generate(model, prompts, max_new_tokens=count, log_probs=True)
     else:
@@ -287,7 +287,7 @@ WRONG = {
     "'temperature' must be >= 0: nan": {"temperature": float("nan")},
     "'top_k' must be >= 1: 0": {"top_k": 0},
     "'top_p' must be > 0: 0.0": {"top_p": 0.0},
-    "stop holds": {"stop": [[]]},
+    "stop contains": {"stop": [[]]},
     "log_probs=True with top_k None and top_p 0.9": {"top_p": 0.9, "log_probs": True},
     "there are 3 samples for 2 prompts": {"samples": [1, 2, 3]},
 }

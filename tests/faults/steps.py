@@ -173,5 +173,5 @@ FAULTS = [
     Fault("NaN gradient with a finite loss", USERS, NAN, "a step was skipped"),
     Fault("fewer rows on rank 1 in a later step", USERS, FEWER, "a step was skipped"),
     Fault("another step on rank 1", USERS, AHEAD, "ranks differ in step: 0 on rank 0, 1 on rank 1"),
-    Fault("a forgotten mesh", "user dp_replicate", NO_MESH, "2 ranks and the state got no mesh"),
+    Fault("a forgotten mesh", "user dp_replicate", NO_MESH, "2 ranks, but the state got no mesh"),
 ]

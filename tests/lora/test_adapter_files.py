@@ -208,7 +208,7 @@ LOADED = [
         plain,
         "vera_lambda', not base",
     ),
-    (in_file(lambda t: t[min(t)].fill_(math.nan)), plain, "holds values that are not finite"),
+    (in_file(lambda t: t[min(t)].fill_(math.nan)), plain, "contains values that are not finite"),
     (lambda folder: truncate(folder / TENSORS), plain, "/adapter: SafetensorError: "),
     (odd, plain, r"='VERA', bias='all', init_lora_weights='pissa', modules_to_save=\['lm"),
 ]

@@ -294,7 +294,9 @@ def test_the_mean_loss_of_a_row_is_over_the_targets_of_its_good_steps(tmp_path, 
                 assert row["train/loss_mean"] == pytest.approx((2 * 3 + 5 * 1 + 1 * 4) / 8)
                 assert row["train/skipped"] == 2
         assert math.isnan(row["train/loss_mean"]), "no step was good"
-        with pytest.raises(ValueError, match=r"'eval/x' has shape \(3,\); a metric is one number"):
+        with pytest.raises(
+            ValueError, match=r"'eval/x' has shape \(3,\); a metric must be one number"
+        ):
             log.event(state, {"eval/x": torch.zeros(3)})
     assert capsys.readouterr().err.startswith("step 5  loss 1.8750  ")
 

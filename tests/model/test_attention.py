@@ -171,7 +171,7 @@ def test_a_kernel_that_cannot_run_is_refused_with_what_would_work(message):
 def test_an_id_that_comes_back_is_no_document_of_its_own(kernel):
     with flash_kernels(**WIDE) as calls:
         if kernel == "varlen":
-            with pytest.raises(ValueError, match="comes back after another in a row"):
+            with pytest.raises(ValueError, match="is interrupted by another"):
                 assert_exact(SCATTERED, draw(), attention=kernel, documents=Documents())
         else:
             assert_exact(SCATTERED, draw(), documents=Documents())

@@ -103,7 +103,7 @@ class OwnParameter(nn.Module):
 
 def test_a_model_may_give_its_own_widths_and_has_to_where_a_module_has_no_method():
     model = OwnParameter()
-    message = r"'part' \(Module\) has the parameters \['gain'\] and no reset_parameters\(\)"
+    message = r"'part' \(Module\) has the parameters \['gain'\], but no reset_parameters\(\)"
     with pytest.raises(ValueError, match=message + r".*initial_std\(name\) to the model"):
         fk.init_weights(model, 0)
     model.initial_std = {"part.gain": 0.5}.get

@@ -392,7 +392,7 @@ REFUSED = {
     "^replay was given to a model without experts": lambda: dense()(IDS, replay={}),
     r"^targets has shape \(2, 5\)": lambda: tiny()(IDS, targets=IDS[:, 1:] > 3),
     r"^'capacity' must be > 0\.0: 0$": lambda: attrs.evolve(SPEC, capacity=0),
-    r"^router is 'tanh'; it is one of": lambda: attrs.evolve(SPEC, router="tanh"),
+    r"^router is 'tanh'; it must be one of": lambda: attrs.evolve(SPEC, router="tanh"),
     "^groups is 3 and top_groups None; give both": lambda: attrs.evolve(SPEC, groups=3),
     "^top_k 3 is above the 2 exp": lambda: attrs.evolve(SPEC, groups=3, top_groups=1, top_k=3),
     r"^moe\.first is 4 and layers 4: no block": lambda: tiny(first=4),

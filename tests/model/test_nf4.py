@@ -133,7 +133,7 @@ REFUSED = [
     (lambda: packed_of(("*.query", "*.value")), r"value' has shape \[64, 128\]; .* packs 16384 v"),
     (lambda: packed_of(("*.query", "output")), "'output' is the output projection; base="),
     (lambda: packed_of("*.experts.up", moe=MOE), r"experts\.up' is of experts; base="),
-    (lambda: packed_of("*.query", base="int4"), r"base is 'int4'; it is one of \"nf4\"\."),
+    (lambda: packed_of("*.query", base="int4"), r"base is 'int4'; it must be one of \"nf4\"\."),
     (lambda: read_plan(packed_of("*.query"), 2), "query' is packed .*, which FSDP alone can shard"),
     (lambda: relora(alone(packed_of("*.query")), every=1), "a merge into four bits would round"),
 ]

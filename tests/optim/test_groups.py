@@ -71,7 +71,7 @@ REFUSED = {
         m, stochastic_rounding=True
     ),
     r"^Linear has no attribute 'roles' .* Pass patterns of names: roles=\{": fk.muon,
-    "^a role is 'matrices'; it is one of": lambda m: fk.muon(m, roles={"weight": "matrices"}),
+    "^a role is 'matrices'; it must be one of": lambda m: fk.muon(m, roles={"weight": "matrices"}),
     "of split matches no parameter": lambda m: fk.muon(
         m, roles={"weight": "matrix"}, split={"q": (1,)}
     ),

@@ -265,7 +265,7 @@ def refuse(rank: int, world: int) -> None:
             model.attend(q, k.expand(1, 4, 3, 4), k.expand(1, 4, 3, 4))
         with pytest.raises(ValueError, match=r"doc_ids is \(1, 8\); .*, \(1, 4\)\."):
             model.attend(q, k, k, doc_ids=torch.zeros(1, 8))
-    with pytest.raises(ValueError, match="holds 3 positions, an odd number"):
+    with pytest.raises(ValueError, match="has 3 positions, an odd number"):
         ring_model.attend(q[:, :3], k[:, :3], k[:, :3])
     with pytest.raises(ValueError, match=r"1 query heads"):
         ulysses_model.attend(q[:, :, :1], k, k)

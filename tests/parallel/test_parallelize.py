@@ -124,9 +124,9 @@ def transformer():
 BODY = {"blocks": "net.body", "precision": "bf16"}
 FLASH = {"attention": "flash", "precision": "bf16"}
 REFUSED = {
-    "^precision is .fp8.; it is one of .fp32., .bf16": (Foreign, {"precision": "fp8"}),
-    "'net.layers' is no list .* are .'net.body', ": (Foreign, {"blocks": "net.layers"}),
-    '.fast.; it is one of "auto", "flash", "varlen", "fl': (Foreign, {"attention": "fast"}),
+    "^precision is .fp8.; it must be one of .fp32., .bf16": (Foreign, {"precision": "fp8"}),
+    r"'net.layers' is not a ModuleList .* \['net.body', ": (Foreign, {"blocks": "net.layers"}),
+    '.fast.; it must be one of "auto", "flash", "varlen", "fl': (Foreign, {"attention": "fast"}),
     "no module of Foreign has an 'attend' socke": (Foreign, {"attention": "sdpa"}),
     "8 divides, not of 4. For": (transformer, FLASH),
     "='budget' needs compile=True": (Foreign, {"activation_checkpoint": "budget"}),

@@ -102,7 +102,9 @@ def test_parameters_of_no_single_stage_are_refused():
     for name in ("", "net"):
         model = _Nested()
         model.get_submodule(name).scale = nn.Parameter(torch.ones(3))
-        with pytest.raises(ValueError, match=r"_Nested holds the parameters \['scale'\] in itself"):
+        with pytest.raises(
+            ValueError, match=r"_Nested has the parameters \['scale'\] outside the mod"
+        ):
             _modules(model, "net.body")
     model = _Nested()
     model.net.body[1] = model.net.body[0]

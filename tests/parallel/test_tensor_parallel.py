@@ -278,11 +278,11 @@ def test_plans_that_do_not_fit_are_refused(build, plan, message):
 
 
 def _refused(rank, world):
-    message = r"^'embed.weight' and 'head.weight' are one parameter, which the plan shards"
+    message = r"^'embed.weight' and 'head.weight' are one parameter, but the plan shards"
     with pytest.raises(ValueError, match=message):
         sharded(Foreign(), world, {"embed": "embedding"})
     model = sharded(transformer(), world)
-    message = r"^input_ids has 5 positions, which tp 2 must divide; the nearest are 4 and 6\. Pad"
+    message = r"^input_ids has 5 positions, not a multiple of tp 2; the nearest are 4 and 6\. Pad"
     with pytest.raises(ValueError, match=message):
         model(torch.zeros(1, 5, dtype=torch.int64))
     for wrong in (40, -1):

@@ -79,7 +79,7 @@ def test_a_tile_keeps_its_input_alone():
     ("options", "message"),
     [
         ({"mlp_tiles": 0}, "mlp_tiles 0 must be at least 1"),
-        ({"mlp_tiles": 2, "blocks": "0"}, "mlp_tiles is 2 and Sequential has no blocks of a Tran"),
+        ({"mlp_tiles": 2, "blocks": "0"}, "mlp_tiles is 2, but Sequential has no Transformer"),
     ],
 )
 def test_tiles_that_cannot_be_are_refused(mesh, options, message):

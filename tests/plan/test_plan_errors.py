@@ -17,8 +17,8 @@ from forgekit.cli.program import main
 WORLD = 2
 IMPOSSIBLE = {
     "a mesh that does not fit": ("mesh__dp_shard=3", "dp_shard 3 = 3 does not fit 2 ranks; "),
-    "key and value heads over tp": ("mesh__tp=2 model__kv_heads=1", "is 1, which tp 2 must divide"),
-    "positions over cp": ("mesh__cp=2 data__seq_len=14", "which 4 must divide (cp 2"),
+    "key and value heads over tp": ("mesh__tp=2 model__kv_heads=1", "is 1, not a multiple of tp 2"),
+    "positions over cp": ("mesh__cp=2 data__seq_len=14", "must be a multiple of 4 (cp 2"),
     "rows longer than the model takes": ("data__seq_len=17", "above max_seq_len 16 of the model; "),
     "a global batch that does not divide": ("global_batch_size=10", "the nearest are 8 and 16"),
     "fewer micro-batches than stages": (

@@ -63,7 +63,7 @@ def test_ranks_end_after_the_same_step_and_every_target_counts_once(policy, leng
 def test_an_uneven_end_is_an_error_on_every_rank_if_asked_for():
     with pytest.raises(RankError) as caught:
         run_ranks(train, 2, "error", (4, 2))
-    assert str(caught.value).count("the data ended on 1 of 2 ranks only") == 2
+    assert str(caught.value).count("the data ended on only 1 of 2 ranks") == 2
 
 
 def stream_train(rank, world):
@@ -102,7 +102,7 @@ def test_a_stream_without_anything_left_knows_what_padding_looks_like():
 
 
 def test_each_mistake_is_named():
-    with pytest.raises(ValueError, match=r"policy is 'repeat'; it is one of .pad., .drop."):
+    with pytest.raises(ValueError, match=r"policy is 'repeat'; it must be one of .pad., .drop."):
         fk.run.DataEnd("repeat")
     with pytest.raises(ValueError, match="partial 'drop' and end contradict each other"):
         fk.groups([1], 1, partial="drop", end=fk.run.DataEnd())

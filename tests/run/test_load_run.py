@@ -103,7 +103,7 @@ def test_a_run_of_a_model_of_transformers_is_one(adapted, tmp_path):
 CASES = [
     (None, None, {}, r"config\.json cannot be read: No such file"),
     (None, {"model": SPEC}, {}, r"checkpoints has no checkpoint"),
-    (MOE, {"steps": 3}, {}, r"says neither model \(a TransformerSpec\) nor base"),
+    (MOE, {"steps": 3}, {}, r"has neither model \(a TransformerSpec\) nor base"),
     (MOE, {"model": SPEC}, {}, r"step_00000003"),
     (MOE, {"base": "gone"}, {}, r"gone/config.json cannot be read: No such file"),
     (MOE, {"model": MOE}, {"step": 7}, r"has no committed step 7"),
@@ -175,7 +175,7 @@ def test_a_run_with_adapters_is_exported_merged_and_like_its_base(tmp_path):
 def test_what_cannot_be_exported_is_one_sentence_and_exit_code_2(run, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     for source, out, message in (
-        (run, run, "holds files that were not written"),
+        (run, run, "contains files that were not written"),
         (tmp_path / "empty", tmp_path / "new", "config.json cannot be read"),
     ):
         assert main(["export", str(source), str(out)]) == 2

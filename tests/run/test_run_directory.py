@@ -71,7 +71,10 @@ def test_a_last_save_that_fails_is_the_failure_of_the_run(tmp_path):
 
 
 USAGE = {
-    "a size": (lambda: fk.MeshSpec(tp=0), "ValueError: tp is 0; a mesh dimension is at least 1"),
+    "a size": (
+        lambda: fk.MeshSpec(tp=0),
+        "ValueError: tp is 0; a mesh dimension must be at least 1",
+    ),
     "a file": (lambda: fk.token_dataset("nowhere"), "FileNotFoundError: "),
 }
 

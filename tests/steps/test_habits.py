@@ -162,7 +162,7 @@ def _wrapped(rank, world, sizes, options):
     mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
     model = _Wrapper(fk.parallelize(_Model().double(), mesh, **options))
     with pytest.raises(
-        ValueError, match=r"_Wrapper is not what forgekit.parallelize .* [tp]p of 2"
+        ValueError, match=r"_Wrapper is not the model that forgekit.parallelize .* [tp]p=2"
     ):
         fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
 

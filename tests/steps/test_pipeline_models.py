@@ -302,7 +302,7 @@ def _in_place_between(self, ids):
 
 
 CROSSES = (
-    r"needs more of earlier stages than .*, all that crosses\. Let the blocks take and return it"
+    r"uses values of earlier stages that .* returns is sent\. Let the blocks take and return it"
 )
 TURN = r"is called in stage \d out of turn: .* or use pp=1"
 SENT = r"puts a tensor into a list, .* no other pipeline stage would see\. Let the blocks"
@@ -522,7 +522,7 @@ LATER = {
     "a block less": (lambda layer, x: x, r"pipeline stage \d ran without layers\.2, whose output"),
     "fewer positions": (
         lambda layer, x: layer(x[:, 1:]),
-        r"in stage 2 returned .*\(2, 4, 6\).*awaits .*\(2, 5, 6\), .*torch.float64",
+        r"in stage 2 returned .*\(2, 4, 6\).*expects .*\(2, 5, 6\), .*torch.float64",
     ),
 }
 

@@ -192,7 +192,7 @@ def test_an_evaluation_sends_in_the_order_in_which_the_other_rank_receives():
 def _torn_evaluation(rank, world):
     state, batches = _state("zbv"), _batches(5)
     for other in ([*batches[:3], *_batches(1, places=5), *batches[3:]], batches[:4]):
-        with pytest.raises(ValueError, match="ranks of a pipeline came with different micro-ba"):
+        with pytest.raises(ValueError, match="ranks of a pipeline got different micro-ba"):
             fk.evaluate(state, iter(other if rank else batches), logits_loss)
     found = fk.evaluate(state, batches, logits_loss)
     torch.testing.assert_close(found["loss"], _expected(batches)[1], rtol=1e-12, atol=0)

@@ -94,7 +94,7 @@ def choose_attention(
     attending = [m for m in model.modules() if hasattr(m, "attend")]
     if attention != "auto" and not any(m.attend is attend_causal for m in attending):
         raise ValueError(
-            f"attention is {attention!r}, and no module of {type(model).__name__} has an 'attend' "
+            f"attention is {attention!r}, but no module of {type(model).__name__} has an 'attend' "
             "socket with forgekit.model.attend_causal. Pass attention='auto'."
         )
     floating = (p.dtype for p in model.parameters() if p.is_floating_point())

@@ -59,7 +59,7 @@ def ring_attention(
         check_slice(q, k, doc_ids)
         if q.shape[1] % 2:
             raise ValueError(
-                f"a rank of the ring holds {q.shape[1]} positions, an odd number. Use sequences "
+                f"a rank of the ring has {q.shape[1]} positions, an odd number. Use sequences "
                 f"whose length is divisible by 2 * {members.size}."
             )
         # Checks by facts that all ranks share (device, dtype, head width), before anything is sent.

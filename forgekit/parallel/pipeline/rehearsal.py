@@ -80,8 +80,8 @@ def rehearse(
     first, *others = results
     if not all(len(first) == len(other) and all(map(_same, first, other)) for other in others):
         raise ValueError(
-            f"pipeline stage {stage.number} needs more of earlier stages than what the last block "
-            f"before it returned, all that crosses. {RETURN_IT}"
+            f"pipeline stage {stage.number} uses values of earlier stages that the last block "
+            f"before it did not return; only what that block returns is sent. {RETURN_IT}"
         )
     real = [t for t in results[-1] if t.is_floating_point() and not isinstance(t, FakeTensor)]
     return forms, not any(tensor.isnan().any() for tensor in real)

@@ -236,8 +236,8 @@ def _refuse_left_out(name: str, *_given: Any) -> None:
 def _check_held(model: nn.Module, path: list[nn.Module]) -> None:
     if held := [name for module in path for name, _ in module.named_parameters(recurse=False)]:
         raise ValueError(
-            f"{type(model).__name__} holds the parameters {held} in itself, or around the list of "
-            "blocks, where several pipeline stages would. Move them into a module beside the list."
+            f"{type(model).__name__} has the parameters {held} outside the modules that one "
+            "pipeline stage gets. Move them into a module beside the list of blocks."
         )
 
 
@@ -249,6 +249,6 @@ def _check_tied(model: nn.Module, parts: list[_Part]) -> None:
         shared = ["embedding.weight", "output.weight"]
     if shared:
         raise ValueError(
-            f"{' and '.join(shared)} are one tensor or module, of which each pipeline stage would "
-            "train its own. Do not share them (TransformerSpec(tied=False)), or use pp=1."
+            f"{' and '.join(shared)} are one tensor or module, but each pipeline stage would "
+            "train its own copy. Do not share them (TransformerSpec(tied=False)), or use pp=1."
         )

@@ -175,7 +175,7 @@ class Stages:
         by_pipeline = [stated for stated, _ in reports]
         pipeline, *differing = cast("Difference", find_difference(by_pipeline))
         raise ValueError(
-            "the ranks of a pipeline came with different micro-batches: "
+            "the ranks of a pipeline got different micro-batches: "
             + "; ".join(f"rank {members[at]} has {by_pipeline[at][pipeline]}" for at in differing)
             + ". Give all of them the same: forgekit.data_ranks(mesh) counts them as one."
         )
@@ -280,7 +280,7 @@ class Stages:
         if stand_in is None and (due := self._forms.at(block, shape)) != form_of(out):
             raise ValueError(
                 f"{block} in stage {stage} returned {form_of(out)} for a micro-batch of "
-                f"{tuple(shape)}; the next stage awaits {due}, as in the first micro-batch."
+                f"{tuple(shape)}; the next stage expects {due}, as in the first micro-batch."
             )
         return tuple(tensor.contiguous() for tensor in tensors_of(out))  # else it cannot be sent
 

@@ -86,7 +86,7 @@ def read_plan(model: nn.Module, size: int, plan: Plan | None = None) -> dict[str
     ]
     if unnamed and "sequence" in styles.values():
         raise ValueError(
-            f"the plan shards positions ('sequence') and gives {unnamed} no style. Use 'sequence' "
+            f"the plan shards positions ('sequence') but gives {unnamed} no style. Use 'sequence' "
             "for norms, 'heads' for norms of heads, 'replicate' for what sees all positions."
         )
     takers = [
@@ -180,7 +180,7 @@ def _check_sizes(name: str, modules: Mapping[str, nn.Module], style: str, size: 
             number, shown = number // channels, f"the number of heads of {name!r}"
         if number % size:
             raise ValueError(
-                f"{shown} is {number}, which tp {size} must divide; "
+                f"{shown} is {number}, not a multiple of tp {size}; "
                 f"{nearest_multiples(number, size)}. Change it, or tp to one of {divisors(number)}."
             )
 

@@ -163,8 +163,8 @@ def _check_held(modules: list[nn.Module], part: int, whole: int) -> None:
             if whole in parameter.shape and whole % part == 0:
                 kind = type(module).__name__.removeprefix("FSDP")
                 raise ValueError(
-                    f"{name!r} {[*parameter.shape]} of {kind} was to meet what tensor-parallel "
-                    f"ranks share: this rank has {part} of {whole}. Move it into a module of its "
+                    f"{name!r} {[*parameter.shape]} of {kind} would be combined with a tensor that "
+                    f"is sharded: this rank has {part} of {whole}. Move it into a module of its "
                     'own, whose forward applies it, and give that the style "channels" in plan=.'
                 )
 
@@ -299,7 +299,7 @@ def _embed(module: nn.Embedding, region: Region, forward: Forward, ids: Tensor) 
     mesh, output = region.mesh, region.stream
     if output == POSITIONS and ids.shape[1] % mesh.size():  # else a gather would hang
         raise ValueError(
-            f"input_ids has {ids.shape[1]} positions, which tp {mesh.size()} must divide; "
+            f"input_ids has {ids.shape[1]} positions, not a multiple of tp {mesh.size()}; "
             f"{nearest_multiples(ids.shape[1], mesh.size())}. Pad them (labels -100)."
         )
     rows = module.num_embeddings // mesh.size()

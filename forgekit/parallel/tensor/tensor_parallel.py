@@ -135,8 +135,8 @@ def share_again(model: nn.Module, names: list[str]) -> None:
     for name, other in zip(names[1:], others, strict=True):
         if isinstance(first, DTensor) and first.placements != other.placements:
             raise ValueError(
-                f"{names[0]!r} and {name!r} are one parameter, which the plan shards in two ways. "
-                "Use styles that shard alike, such as 'embedding' and 'colwise'."
+                f"{names[0]!r} and {name!r} are one parameter, but the plan shards it in two ways. "
+                "Use styles that shard the same way, such as 'embedding' and 'colwise'."
             )
         path, _, leaf = name.rpartition(".")
         model.get_submodule(path).register_parameter(leaf, model.get_parameter(names[0]))
