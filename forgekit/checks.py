@@ -57,7 +57,7 @@ def check_integers(**numbers: tuple[Any, int] | tuple[Any, int, int]) -> None:
             most that it may be.
 
     Raises:
-        TypeError: If a value is no integer.
+        TypeError: If a value is not an integer.
         ValueError: If it is out of range.
 
     Examples:
@@ -82,7 +82,7 @@ def check_numbers(**numbers: tuple[Any, float]) -> None:
         **numbers: By the argument's name its value and the least that it may be.
 
     Raises:
-        TypeError: If a value is no number.
+        TypeError: If a value is not a number.
         ValueError: If it is out of range.
 
     Examples:
@@ -127,7 +127,7 @@ def check_rank(rank: Any, world: Any) -> None:
     """Raise for a rank outside ``range(world)``.
 
     Raises:
-        TypeError: If one of them is no integer.
+        TypeError: If one of them is not an integer.
         ValueError: If there is no such rank.
     """
     check_integers(rank=(rank, -LARGEST), world=(world, -LARGEST))

@@ -431,7 +431,7 @@ def _read_scalar(value: Any, kind: Any) -> Any:
         return Path(value).expanduser()
     if kind is float and (type(value) is int or value in ("inf", "-inf")):  # config.json's
         return float(value)
-    if type(value) is not kind or value != value:  # nan is no value of any key
+    if type(value) is not kind or value != value:  # nan is not a value of any key
         raise _mismatch(value, kind)
     return value
 

@@ -96,7 +96,7 @@ def build_mesh(
 
     Raises:
         ValueError: If the sizes do not fit the number of ranks, the device is not there, or what
-            the launcher says in the environment is no rank, world size, address or port.
+            the launcher says in the environment is not a rank, world size, address or port.
 
     Examples:
         >>> mesh = build_mesh(MeshSpec(), device="cpu")

@@ -2,7 +2,7 @@
 
 A rank that raises alone leaves the others waiting in a collective. Work that can fail therefore
 runs through ``Ranks``, which exchanges the outcome and raises the same error everywhere. What
-interrupts one rank, a signal or Ctrl-C, is no failure: it interrupts all of them.
+interrupts one rank, a signal or Ctrl-C, is not a failure: it interrupts all of them.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ class TrainState:
 
         Raises:
             TypeError: If ``optimizer`` is not an optimizer, such as a list of several; if
-                ``average`` is no rule of an average.
+                ``average`` is not a rule of an average.
             ValueError: If ``loss_scale`` is not a power of two, the optimizer holds a parameter
                 that the model does not or cannot step what is sharded, parameters are complex or
                 sparse, there are several ranks and no mesh, or parameters are not sharded on a

@@ -28,7 +28,7 @@ class Data:
     path: Path = key(Path("data/curriculum"), "Folder for the token files of the sources.")
     sources: dict[str, fk.Location] = key(SOURCES, "Files or folders by name.")
     weights: dict[str, float] = key({"asyncio": 1, "mail": 1, "tables": 2}, "Shares.", at_least=0)
-    temperature: float = key(1.0, "Above 1 evens the weights, to inf.", at_least=0, inf=True)
+    temperature: float = key(1.0, "Above 1 evens the weights; inf: equal.", at_least=0, inf=True)
     seq_len: int = key(256, "Positions in a row.", at_least=1)
     workers: int = key(2, "Threads that read ahead.", at_least=0)
 
@@ -39,19 +39,19 @@ class Phase:
 
     step: int = key(attrs.NOTHING, "The first step that it governs, counted from 0.", at_least=0)
     weights: dict[str, float] = key({}, "Weights of sources.", at_least=0)
-    lr_scale: float = key(1.0, "What the learning rate is multiplied by.", at_least=0)
+    lr_scale: float = key(1.0, "Factor of the learning rate.", at_least=0)
 
 
 @attrs.frozen(kw_only=True)
 class Config:
     """Many tables at first, then more mail, at last no tables while the rate cools down."""
 
-    out: fk.Location = key(Path("runs/curriculum"), "Run directory; a run that is there goes on.")
+    out: fk.Location = key(Path("runs/curriculum"), "Run directory; an existing run is resumed.")
     seed: int = key(0, "Seed of weights and data order.", at_least=0)
     steps: int = key(200, "Optimizer steps of the whole run.", at_least=0)
     global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)
     batch_size: int | None = key(None, "Rows of a rank's micro-batch; none: up to 8.", at_least=1)
-    log_every: int = key(10, "Steps between two rows of metrics.", at_least=1)
+    log_every: int = key(10, "Steps between rows of metrics.", at_least=1)
     save_every: int = key(50, "Steps between checkpoints; 0: only at the end.", at_least=0)
     precision: fk.Precision = key("fp32", "fp32, or bf16 with float32 masters.")
     lr: float = key(1e-2, "Highest learning rate.", at_least=0)

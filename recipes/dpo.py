@@ -26,8 +26,8 @@ class Data:
     """Pairs of answers; both of a pair are in one row."""
 
     path: fk.Location = key(Path("recipes/examples/preferences.jsonl"), "A file of lines or rows.")
-    held_out_every: int = key(10, "One pair in so many is held out.", at_least=2)
-    long: Literal["error", "drop"] = key("error", "What becomes of longer pairs.")
+    held_out_every: int = key(10, "Every n-th pair is held out.", at_least=2)
+    long: Literal["error", "drop"] = key("error", "What to do with longer pairs.")
     template: dict[str, bool | int | float | str] = key({}, "Options of the chat template.")
 
 
@@ -38,7 +38,7 @@ class Lora:
     rank: int = key(16, "Rank of the adapters; 0, with reference=model: all is trained.")
     alpha: float = key(32.0, "The scale is alpha / rank.", at_least=0)
     targets: tuple[str, ...] = key(("*.query", "*.value"), "Patterns of names of matrices.")
-    dora: bool = key(False, "DoRA: lengths of the rows are trained apart.")
+    dora: bool = key(False, "DoRA: row magnitudes are trained separately.")
     rslora: bool = key(False, "The scale is alpha / sqrt(rank).")
 
 
@@ -47,7 +47,7 @@ class Config:
     """A few passes over a small set of pairs."""
 
     base: Path = key(Path("runs/tuned"), "A Hugging Face directory, with its tokenizer.")
-    out: fk.Location = key(Path("runs/dpo"), "Run directory; a run that is there goes on.")
+    out: fk.Location = key(Path("runs/dpo"), "Run directory; an existing run is resumed.")
     export: Path | None = key(None, "A new directory for the tuned model, written at the end.")
     reference: Literal["adapter", "model"] = key("adapter", "adapters off, or a frozen copy.")
     kind: Literal["sigmoid", "hinge", "ipo"] = key("sigmoid", "The loss of a pair; see above.")
@@ -57,13 +57,13 @@ class Config:
     global_batch_size: int = key(8, "Rows per optimizer step, over all ranks.", at_least=1)
     batch_size: int | None = key(None, "Rows of a rank's micro-batch; none: up to 8.", at_least=1)
     seq_len: int = key(256, "Positions in a row; pairs are packed.", at_least=1)
-    log_every: int = key(10, "Steps between two rows of metrics.", at_least=1)
+    log_every: int = key(10, "Steps between rows of metrics.", at_least=1)
     eval_every: int = key(25, "Steps between evaluations; 0: only at the end.", at_least=0)
     save_every: int = key(25, "Steps between checkpoints; 0: only at the end.", at_least=0)
     lr: float = key(5e-5, "Highest learning rate; it falls along a cosine.", at_least=0)
     warmup: int = key(10, "Steps until the highest rate.", at_least=0)
     precision: fk.Precision = key("fp32", "fp32, or bf16 with float32 masters.")
-    device: str | None = key(None, "Left out: an accelerator if there is one.")
+    device: str | None = key(None, "Default: an accelerator if there is one.")
     data: Data = Data()
     lora: Lora = Lora()
     mesh: fk.MeshSpec = fk.MeshSpec()

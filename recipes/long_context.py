@@ -26,7 +26,7 @@ from forgekit.config import key, load_config, to_dict
 class Config:
     """A model of two layers, as many as copying needs."""
 
-    out: fk.Location = key(Path("runs/long_context"), "Run directory; a run that is there goes on.")
+    out: fk.Location = key(Path("runs/long_context"), "Run directory; an existing run is resumed.")
     seed: int = key(0, "Seed of weights and data.", at_least=0)
     steps: int = key(300, "Optimizer steps of the whole run.", at_least=0)
     seq_len: int = key(512, "Positions in a row, over all ranks that share it.", at_least=8)
@@ -34,10 +34,10 @@ class Config:
     batch_size: int = key(4, "Rows per step and data-parallel rank.", at_least=1)
     vocab_size: int = key(64, "Tokens to draw from.", at_least=2)
     lr: float = key(1e-2, "Highest learning rate; it falls linearly to 0.", at_least=0)
-    log_every: int = key(50, "Steps between two rows of metrics.", at_least=1)
+    log_every: int = key(50, "Steps between rows of metrics.", at_least=1)
     precision: fk.Precision = key("fp32", "fp32, bf16 or fp16; masters are float32.")
     activation_checkpoint: fk.ActivationCheckpoint = key("none", "What backward recomputes.")
-    mlp_tiles: int = key(1, "Tiles of positions of a feed-forward, to save memory.", at_least=1)
+    mlp_tiles: int = key(1, "Tiles of positions in a feed-forward, to save memory.", at_least=1)
     context_parallel: fk.ContextParallel = key("ring", "ring, ulysses or both.")
     mesh: fk.MeshSpec = fk.MeshSpec(dp_shard=1, cp=-1)
 

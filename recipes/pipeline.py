@@ -27,7 +27,7 @@ VOCAB = 64
 class Config:
     """Four small layers that learn to count."""
 
-    out: fk.Location = key(Path("runs/pipeline"), "Run directory; a run that is there goes on.")
+    out: fk.Location = key(Path("runs/pipeline"), "Run directory; an existing run is resumed.")
     seed: int = key(0, "Seed of weights and data.", at_least=0)
     steps: int = key(60, "Optimizer steps of the whole run.", at_least=0)
     micro_batches: int = key(8, "Micro-batches; more make the bubble smaller.", at_least=1)
@@ -35,8 +35,8 @@ class Config:
     seq_len: int = key(32, "Positions in a row.", at_least=1)
     layers: int = key(4, "Layers, split into stages.", at_least=1)
     lr: float = key(1e-2, "Highest learning rate; it falls linearly to 0.", at_least=0)
-    log_every: int = key(20, "Steps between two rows of metrics.", at_least=1)
-    pipeline_schedule: fk.PipelineSchedule = key("1f1b", "Order of work between stages.")
+    log_every: int = key(20, "Steps between rows of metrics.", at_least=1)
+    pipeline_schedule: fk.PipelineSchedule = key("1f1b", "Pipeline schedule.")
     mesh: fk.MeshSpec = fk.MeshSpec(dp_shard=1, pp=-1)
 
 

@@ -31,14 +31,14 @@ answer = partial(fk.generate, max_new_tokens=10, eos_id=END, log_probs=True)
 class Config:
     """A policy that learns on a CPU in a minute."""
 
-    out: Path = key(Path("runs/rollout"), "Run directory; a run that is there goes on.")
+    out: Path = key(Path("runs/rollout"), "Run directory; an existing run is resumed.")
     role: Literal["train", "generate"] = key("train", "generate: sample until it is stopped.")
-    redis: str | None = key(None, "URL of a Redis server; none: the run samples by itself.")
+    redis: str | None = key(None, "URL of a Redis server; none: the run samples itself.")
     seed: int = key(0, "Seed of weights and samples.", at_least=0)
     steps: int = key(150, "Optimizer steps of the whole run.", at_least=0)
     global_batch_size: int = key(16, "Prompts of a step, over all ranks.", at_least=1)
     batch_size: int = key(4, "Prompts of a rank's micro-batch.", at_least=1)
-    answers: int = key(16, "Answers to a prompt: its group.", at_least=2)
+    answers: int = key(16, "Answers per prompt: its group.", at_least=2)
     eager: bool = key(False, "Whether a step begins once all its rollouts are there.")
     ahead: int = key(16, "Groups that may wait for the trainer.", at_least=1)
     save_every: int = key(5, "Steps between checkpoints, and publications.", at_least=1)

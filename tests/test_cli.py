@@ -98,7 +98,7 @@ def test_cp_writes_the_recipe_and_its_settings(target, recipes, here):
 def test_cp_overwrites_only_when_forced(existing, recipes, here, capsys):
     (here / existing).write_text("mine")
     assert main(["cp", "train", "my.py"], recipes=recipes) == 2
-    assert f"{existing} would be overwritten; --force does it." in capsys.readouterr().err
+    assert f"{existing} would be overwritten; pass --force to overwrite." in capsys.readouterr().err
     assert [path.name for path in here.iterdir()] == [existing], "half a copy was left"
     assert (here / existing).read_text() == "mine"
     assert main(["cp", "train", "my.py", "--force"], recipes=recipes) == 0
@@ -107,7 +107,7 @@ def test_cp_overwrites_only_when_forced(existing, recipes, here, capsys):
 
 def test_an_unknown_recipe_gets_the_nearest_and_the_list(recipes, here, capsys):
     assert main(["cp", "trian"], recipes=recipes) == 2
-    message = "forgekit: no recipe 'trian'; the nearest is 'train'. There are: tiny, train.\n"
+    message = "forgekit: no recipe 'trian'; the nearest is 'train'. The recipes are tiny, train.\n"
     assert capsys.readouterr().err == message
 
 
@@ -206,7 +206,7 @@ def test_prepare_reads_a_hugging_face_dataset_and_uses_a_tokenizer_that_is_given
     assert main(["prepare", "hf:saved", "--split", "test", "--out", "test", *own]) == 0
     assert open_tokens("test").vocab_size == open_tokens("train").vocab_size
     assert main(["prepare", "hf:saved", "train", "--out", "both"]) == 2
-    assert "hf:saved is given beside other sources. Prepare each" in capsys.readouterr().err
+    assert "hf:saved cannot be combined with other sources. Prepare each" in capsys.readouterr().err
     assert main(["prepare", "hf:saved", "--out", "c", *own, "--eos-token", "</s>"]) == 2
     assert "no token '</s>'; its special tokens are \"<|endoftext|>\"" in capsys.readouterr().err
 

@@ -89,12 +89,12 @@ def unstamped(recipes):
 
 def gone(recipes):
     (recipes / "train.py").unlink()
-    return f"and forgekit {VERSION} has no such recipe."
+    return f"but forgekit {VERSION} has no such recipe."
 
 
 def later(recipes):
     (recipes / "train.py").write_text(LATER)
-    return f"`pip download --no-deps forgekit=={VERSION}`, unzip it) and name it with --origin."
+    return f"`pip download --no-deps forgekit=={VERSION}`, unzip it) and pass it with --origin."
 
 
 @pytest.mark.parametrize("change", [unstamped, gone, later])

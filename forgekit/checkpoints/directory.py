@@ -90,7 +90,7 @@ class Keep:
         best: How many with the smallest metric, as given to ``checkpoint_save``; 0 for none.
 
     Raises:
-        TypeError: If a number is no integer.
+        TypeError: If a number is not an integer.
         ValueError: If a number is out of range.
 
     Examples:

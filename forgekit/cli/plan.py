@@ -72,7 +72,7 @@ def _plan(options: argparse.Namespace) -> int:
 
     _, options.settings = _options().parse_known_args(options.settings, options)
     if options.device not in MACHINES:
-        raise UsageError(f"--device {options.device!r}: it is one of {quoted(MACHINES)}.")
+        raise UsageError(f"--device {options.device!r}: it must be one of {quoted(MACHINES)}.")
     if min(options.world, options.node_size) < 1:
         raise UsageError("--world and --node-size must be at least 1.")
     with (

@@ -94,7 +94,7 @@ def _documents(options: argparse.Namespace) -> Documents:
         return text_documents(sources, text_key=options.text_key, errors=errors)
     if len(sources) > 1:
         raise UsageError(
-            f"{named[0]} is given beside other sources. Prepare each into a folder of its own, "
+            f"{named[0]} cannot be combined with other sources. Prepare each into its own folder, "
             "and mix them when training."
         )
     name, _, config = named[0].removeprefix("hf:").partition(":")

@@ -51,8 +51,8 @@ def import_recipe(script: Path) -> ModuleType:
         raise UsageError(f"{script} called sys.exit({stop.code!r}) when it was imported.") from stop
     if missing := [name for name in ("Config", "setup") if not hasattr(recipe, name)]:
         raise UsageError(
-            f"{script} has no {', '.join(missing)}; a recipe that this command can set up has "
-            "Config, setup, as pretrain.py does."
+            f"{script} has no {', '.join(missing)}; this command needs a recipe with Config and "
+            "setup, such as pretrain.py."
         )
     return recipe
 
@@ -69,7 +69,9 @@ def configured(recipe: ModuleType, settings: Sequence[str], command: str) -> Any
     script = recipe.__file__
     config = load_config(recipe.Config, settings, program=f"{command} {script}")
     if not hasattr(config, "mesh"):
-        raise UsageError(f"{script} has no key mesh, so it has one layout: mesh: fk.MeshSpec.")
+        raise UsageError(
+            f"{script} has no key mesh, so only one layout; add mesh: fk.MeshSpec to its Config."
+        )
     return config
 
 
@@ -94,7 +96,7 @@ def build(recipe: ModuleType, config: Any) -> Any:
     wanted = ("state", "step", "loader", "loss_fn")
     if missing := [name for name in wanted if getattr(built, name, None) is None]:
         raise UsageError(
-            f"setup returned a {type(built).__name__} without {', '.join(missing)}; a step takes "
+            f"setup returned a {type(built).__name__} without {', '.join(missing)}; a step needs "
             "them: return fk.Setup(state=..., step=..., loader=..., loss_fn=...)."
         )
     return built

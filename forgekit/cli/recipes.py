@@ -62,7 +62,7 @@ def recipe_file(folder: Path, name: str) -> Path:
         return recipes[name]
     close = difflib.get_close_matches(name, recipes, n=1)
     nearest = f"; the nearest is {close[0]!r}" if close else ""
-    raise UsageError(f"no recipe {name!r}{nearest}. There are: {', '.join(recipes)}.")
+    raise UsageError(f"no recipe {name!r}{nearest}. The recipes are {', '.join(recipes)}.")
 
 
 def recipe_or_settings(folder: Path, name: str) -> Path:
@@ -115,7 +115,9 @@ def _cp(options: argparse.Namespace) -> int:
         copies[target.with_suffix(".toml")] = settings.read_text()
     existing = [str(path) for path in copies if path.exists()]
     if existing and not options.force:
-        raise UsageError(f"{' and '.join(existing)} would be overwritten; --force does it.")
+        raise UsageError(
+            f"{' and '.join(existing)} would be overwritten; pass --force to overwrite."
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for path, content in copies.items():
@@ -169,14 +171,14 @@ def _diff(options: argparse.Namespace) -> int:
     upstream = next(iter(sorted(options.recipes.rglob(file))), None)
     if upstream is None:
         raise UsageError(
-            f"{copy} was copied from {old}, and forgekit {VERSION} has no such recipe."
+            f"{copy} was copied from {old}, but forgekit {VERSION} has no such recipe."
         )
     origin = options.origin or upstream
     before, now = origin.read_text(), upstream.read_text()
     if digest_of(before) != digest:
         raise UsageError(
-            f"{origin} is not what {copy} was copied from. Get {old} (`pip download --no-deps "
-            f"forgekit=={version}`, unzip it) and name it with --origin."
+            f"{origin} is not the file that {copy} was copied from. Get {old} (`pip download "
+            f"--no-deps forgekit=={version}`, unzip it) and pass it with --origin."
         )
     print(f"{copy.name} was copied from {old}.")
     _show(f"What {copy.name} changed", old, before, copy.name, first + rest[stamp.end() :])

@@ -94,7 +94,7 @@ def _report(options: argparse.Namespace) -> int:
     except (ValueError, UrlError) as error:
         raise UsageError(str(error)) from None
     except OSError as error:
-        raise UsageError(f"no page was written: {error}. Name one with --out.") from None
+        raise UsageError(f"no page was written: {error}. Choose its file with --out.") from None
     print(f"page      {page}  {page.stat().st_size / 1e3:,.0f} kB")
     return 0
 
@@ -118,13 +118,13 @@ def _replay(options: argparse.Namespace) -> int:
     from forgekit.metrics.records import finite
 
     if not options.run.is_dir():
-        raise UsageError(f"{options.run} is not a run directory; name the recipe's out=.")
+        raise UsageError(f"{options.run} is not a run directory; pass the recipe's out=.")
     bad_steps = {row["step"]: row for row in _rows(options.run / "bad_steps.jsonl")}
     step = options.step if options.step is not None else max(bad_steps, default=None)
     if step is None:
         raise UsageError(
             f"{options.run} has no bad_steps.jsonl: the run has no bad steps. "
-            "--step N looks at another one."
+            "--step N replays another step."
         )
     logged = [row["step"] for row in _rows(options.run / "metrics.jsonl")]
     last = max([*logged, *bad_steps], default=0)
@@ -157,7 +157,7 @@ def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) 
 
     if options.script is None:  # a run directory may come from anywhere, so it must not choose code
         noted = f" (the run noted {bad['script']})" if bad.get("script") else ""
-        raise UsageError(f"replay runs a recipe's code: name it with --script FILE{noted}.")
+        raise UsageError(f"replay runs a recipe's code: pass it with --script FILE{noted}.")
     script = script_file(options.script, "--script FILE names the recipe.")
     with opened(script) as recipe, ExitStack() as stack:
         stack.callback(shutdown)
@@ -177,7 +177,7 @@ def _compute_again(options: argparse.Namespace, step: int, bad: dict[str, Any]) 
             loader.seek(state.samples, skip=skips)
         elif [*map(tuple, skips)] != [*map(tuple, state.skips)]:  # the generator has started
             raise UsageError(
-                f"the run left out the samples {skips} before this step, and the loader of "
+                f"the run skipped the samples {skips} before this step, but the loader of "
                 f"{script} cannot: give it seek(start, skip), as fk.train_loader has."
             )
         batches = groups(loader, micro_batches(built, config))
@@ -206,7 +206,7 @@ def _config_of(run: Path, recipe: ModuleType) -> Any:
     try:
         tree = parse_json(read_regular(path))
         if not isinstance(tree, dict):
-            raise ValueError(f"it holds a {type(tree).__name__}")
+            raise ValueError(f"it contains a {type(tree).__name__}")
         return structure(recipe.Config, tree | ({"mesh": {}} if "mesh" in tree else {}))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} does not fit {recipe.__file__}: {error}") from None

@@ -16,7 +16,7 @@ class UsageError(Exception):
 def file_path(text: str) -> Path:
     """Convert to a path; an empty one is refused, as it would be the current folder."""
     if is_url(text):
-        raise argparse.ArgumentTypeError(f"{text} is a URL; copy what is there, and name the copy")
+        raise argparse.ArgumentTypeError(f"{text} is a URL; copy it, and pass the copy")
     return path_of("path", text)
 
 

@@ -344,7 +344,7 @@ class _Part:
             if is_long and self.long == "truncate":
                 group = tuple(example.truncated(self.seq_len) for example in group)
                 counts.truncated += 1
-            # The first token of a document is no target.
+            # The first token of a document is not a target.
             trained = sum(int(example.trained[1:].sum()) for example in group)
             if not trained or (is_long and self.long == "drop"):
                 counts.dropped += 1

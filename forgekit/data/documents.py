@@ -363,7 +363,7 @@ def read_texts(located: Iterable[Located], errors: Errors) -> Iterator[Record]:
 
 
 def check_cell(name: str, key: str, value: Any) -> str:
-    """Return what a row of a table has in a column; refuse it if it is no text."""
+    """Return what a row of a table has in a column; refuse it if it is not a text."""
     if isinstance(value, str):
         return value
     raise ValueError(

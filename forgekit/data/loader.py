@@ -355,7 +355,7 @@ class Loader:
 
         Raises:
             ValueError: If the loader has an end, there is no such participant, or ``micro_batches``
-                is no multiple.
+                is not a multiple.
 
         Examples:
             >>> import torch

@@ -166,7 +166,7 @@ def make_order(
         The order: ``order(i)`` is the name of a source and a row.
 
     Raises:
-        TypeError: If a number of rows is no integer.
+        TypeError: If a number of rows is not an integer.
         ValueError: If there is no source, or one without rows, if weights are missing, unknown,
             negative, not finite or all 0, if a share is positive and below 1e-6, if phases do not
             increase, or ``temperature`` is not positive.

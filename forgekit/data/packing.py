@@ -153,7 +153,7 @@ def pack(
         The bins, in the order in which they were begun; documents in a bin keep their own order.
 
     Raises:
-        TypeError: If a length is no integer.
+        TypeError: If a length is not an integer.
         ValueError: If a number or a name is out of range, or with ``long="error"`` a document is
             too long.
 

@@ -150,7 +150,7 @@ class InMemory:
     Attributes:
         ids: ``[tokens]`` of all documents.
         offsets: ``[documents + 1]``: where each document starts, and the end of the last.
-        labels: ``[tokens]``: the token itself, or -100 where it is no target.
+        labels: ``[tokens]``: the token itself, or -100 where it is not a target.
         vocab_size: Every id is below it.
         eos_id: The id on padding.
     """

@@ -105,7 +105,7 @@ def generate(
         1-D tensors, each up to its end.
 
     Raises:
-        TypeError: If ``max_new_tokens`` or a sample number is no integer.
+        TypeError: If ``max_new_tokens`` or a sample number is not an integer.
         ValueError: If a prompt or a sequence of ``stop`` is empty, ``temperature``, ``top_k`` or
             ``top_p`` is out of range, ``samples`` are not one for each row, ``log_probs`` are
             asked for with ``top_k`` or ``top_p``, or where rows may grow beyond ``max_seq_len``,

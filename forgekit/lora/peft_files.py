@@ -205,7 +205,7 @@ def to_peft(
     by_dora = {adapter.dora: name for name, adapter in adapters.items()}
     if len(by_dora) > 1:
         raise CheckpointError(
-            f"{by_dora[True]!r} has DoRA, but {by_dora[False]!r} has not; peft's files have one "
+            f"{by_dora[True]!r} has DoRA, but {by_dora[False]!r} does not; peft's files have one "
             "setting for all. Use forgekit.checkpoint_save."
         )
     keys = _keys(adapters, is_transformer=is_transformer)

@@ -242,7 +242,7 @@ class MetricsLog:
     def message(self, text: str) -> None:
         """Print a line above the progress bar, on the writing rank.
 
-        Control characters are escaped. A terminal that has gone away is no error.
+        Control characters are escaped. A terminal that has gone away is not an error.
         """
         self._display.message(printable(text))
 

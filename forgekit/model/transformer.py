@@ -214,7 +214,7 @@ class Transformer(nn.Module):
                 Rows of padding are cut off before. Where ranks share the vocabulary they are
                 gathered for that, unless the head takes ``vocab_size``, the number of tokens.
             targets: ``[b s]`` bool, where the routers' auxiliary losses are summed; on every
-                position that is no padding if None. Without effect on a dense model.
+                position that is not padding if None. Without effect on a dense model.
             replay: ``[b s k]`` int experts by layer, such as ``"layers.0.feed_forward"``: used in
                 place of the routers' own choice, and weighed by them.
             routing: What ``accumulate`` gives each call: the loss scale, and where to note counts.

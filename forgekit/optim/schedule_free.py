@@ -169,7 +169,7 @@ class ScheduleFree(Optimizer):
 
 
 def _interpolation(group: dict[str, Any]) -> list[Transform]:
-    """The next training point, and what it is computed from."""
+    """The next training point, and the values it is computed from."""
     (beta1, beta2), lr, power = group["betas"], group["lr"], group["weight_lr_power"]
 
     def one(at: At, g: Tensor, y: Tensor, z: Tensor, *state: Tensor) -> tuple[Tensor, ...]:

@@ -36,7 +36,7 @@ UNREAD = torch.tensor(torch.nan, dtype=torch.float64)
 Chain = Sequence[Transform]
 
 Holder = tuple[Tensor, int | None]
-"""A parameter, and of what its owner holds the number of the matrix in its stack."""
+"""A parameter, and, for an owner's state, the number of the matrix in its stack."""
 
 
 def step_chain(
@@ -174,7 +174,7 @@ class _Step:
     def _entry(
         self, holder: Holder, like: Tensor, name: str, make: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """This rank's part of an entry of the state, or what it holds as an owner."""
+        """This rank's part of an entry of the state, or the whole matrices that it owns."""
         parameter, number = holder
         held: dict[Any, Any] = self.optimizer.state[parameter]
         key: Any = name

@@ -57,7 +57,7 @@ from forgekit.state import DEFAULT_LOSS_SCALE, Layout, check_dense, longest_of, 
 
 @attrs.frozen(kw_only=True)
 class Options:
-    """What ``parallelize`` was asked for, which all ranks have alike."""
+    """The options of ``parallelize``, the same on all ranks."""
 
     precision: Precision
     activation_checkpoint: ActivationCheckpoint
@@ -171,7 +171,7 @@ def parallelize(
 
 def _lay_out(model: nn.Module, mesh: DeviceMesh, options: Options) -> None:
     """Lay a model out in place, in the order that the top of this file explains."""
-    # What can be refused is refused here, on all ranks alike, before process groups are made.
+    # Everything that can be refused is refused here, on all ranks, before process groups are made.
     path, layers = _check(model, mesh, options)
     precision, mode = options.precision, options.activation_checkpoint
     method = options.context_parallel

@@ -311,8 +311,8 @@ def _plan_rank(
             return measure_step(built, watch, count, agreed_names, rounds)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise PlanError(
-                f"the step reads a computed value ({error.func}), and forgekit plan computes no "
-                "values. Use torch.where instead of an if, or plan without this part."
+                f"the step reads a computed value ({error.func}), but forgekit plan computes "
+                "none. Use torch.where instead of an if, or plan without this part."
             ) from error
 
 

@@ -76,7 +76,7 @@ class StandIns(TorchDispatchMode):
         if tensors and func.namespace in NAMESPACES and name not in LOCAL:
             raise PlanError(
                 f"{func} exchanges numbers that have values ({tensors[0].dtype} of shape "
-                f"{tuple(tensors[0].shape)}), and forgekit plan cannot know what other ranks "
+                f"{tuple(tensors[0].shape)}), but forgekit plan cannot know what other ranks "
                 "send. Use all_gather, all_reduce, broadcast or all_to_all_single for them."
             )
         if _allocates(func, tensors, kwargs):

@@ -143,7 +143,7 @@ class StepWatch(TorchDispatchMode):
             self._note_size(storage)
             return storage
 
-        # FSDP frees gathered parameters by resizing storages, which is no operation.
+        # FSDP frees gathered parameters by resizing storages, which is not an operation.
         self._patches.append(mock.patch.object(torch.UntypedStorage, "resize_", noted))
         self._patches[-1].start()
         return super().__enter__()
@@ -263,7 +263,7 @@ def group_of(func: Any, args: Any) -> dist.ProcessGroup:
             return dist.ProcessGroup.unbox(value)
         if argument.name == "group_name":
             return dist.distributed_c10d._resolve_process_group(value)
-    raise ValueError(f"{func} names no process group.")
+    raise ValueError(f"{func} does not name a process group.")
 
 
 def dimension_of(call: Call, mesh: DeviceMesh) -> str:

@@ -1,4 +1,4 @@
-"""Local and remote files, opened alike for reading decompressed bytes."""
+"""Open local and remote files for reading decompressed bytes."""
 
 from __future__ import annotations
 

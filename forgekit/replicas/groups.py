@@ -170,8 +170,8 @@ class ReplicaGroup:
         """
         if state.step > self._due:
             raise ValueError(
-                f"step {state.step} begins, and the groups have come to {self._due}: this one went "
-                "on by itself. Call sum_replicas(totals, state, replicas) in each step, between "
+                f"step {state.step} begins, but the groups are at step {self._due}: this one went "
+                "on alone. Call sum_replicas(totals, state, replicas) in each step, between "
                 "accumulate and reduce_totals, and update only where it returns totals."
             )
         while True:

@@ -49,14 +49,14 @@ def group_advantages(
     names, values = _names(groups), _on_host(rewards, torch.float64)
     if values.shape != (len(names),):
         raise ValueError(
-            f"rewards has shape {tuple(values.shape)} and there are {len(names)} groups; each "
-            "answer needs one of both."
+            f"rewards has shape {tuple(values.shape)}, but there are {len(names)} groups; each "
+            "answer needs one reward and one group."
         )
     if not values.isfinite().all():
         bad = int((~values.isfinite()).nonzero()[0])
         raise ValueError(
-            f"the reward of answer {bad} (group {names[bad]!r}) is {values[bad]:g}; the mean of "
-            "its group would be too. Give failed answers a finite reward, or leave out their group."
+            f"the reward of answer {bad} (group {names[bad]!r}) is {values[bad]:g}; so would be "
+            "the mean of its group. Give failed answers a finite reward, or leave out their group."
         )
     numbers: dict[Hashable, int] = {}
     at = torch.tensor([numbers.setdefault(name, len(numbers)) for name in names]).long()
@@ -164,8 +164,8 @@ def rollout_batch(
         return batch
     if count > rows:
         raise ValueError(
-            f"{len(texts)} texts fill {count} rows of {width} positions, and there are {rows}; "
-            "take more rows, longer ones, or fewer answers at a time."
+            f"{len(texts)} texts fill {count} rows of {width} positions, but there are {rows}; "
+            "use more rows, longer ones, or fewer answers at a time."
         )
     return torch.cat([batch, _padding(rows - count, width)])  # pyright: ignore[reportReturnType, reportArgumentType]
 
@@ -198,7 +198,7 @@ def join_rollouts(
     columns: dict[str, Any] = {name: [] for name in ("prompts", "ids", *_OF_ANSWERS)}
     for number, message in enumerate(messages):
         if not (count := len(message["prompts"])):
-            raise ValueError(f"message {number} holds no answer; leave out groups without one.")
+            raise ValueError(f"message {number} has no answer; leave out groups without one.")
         whole = {"groups": [0] * count, "versions": 0, "trained": [None] * count, **message}
         if is_integer(whole["versions"]):
             whole["versions"] = [whole["versions"]] * count
@@ -206,7 +206,7 @@ def join_rollouts(
             whole["advantages"] = group_advantages(whole["rewards"], whole["groups"], scale=scale)
         for name, column in columns.items():
             if len(whole[name]) != count:
-                raise ValueError(f"{count} prompts came with {len(whole[name])} {name}.")
+                raise ValueError(f"there are {count} prompts, but {len(whole[name])} {name}.")
             column.extend(whole[name] if name != "groups" else [(number, g) for g in whole[name]])
     generated = _Answers(columns.pop("ids"), columns.pop("log_probs"))
     return rollout_batch(generated=generated, pad_to=pad_to, rows=rows, **columns)
@@ -239,7 +239,9 @@ def _on_host(values: Any, dtype: torch.dtype) -> Tensor:
 def _names(groups: Any) -> list[Hashable]:
     """Names of groups as keys that are equal where the names are; a tensor's is its identity."""
     if len(shape := getattr(groups, "shape", (0,))) != 1:
-        raise ValueError(f"groups has shape {tuple(shape)}; it must be [n], a name of each answer.")
+        raise ValueError(
+            f"groups has shape {tuple(shape)}; it must be [n], one name for each answer."
+        )
     return [_name(group) for group in groups]
 
 
@@ -253,7 +255,7 @@ def _name(name: Any) -> Hashable:
         is_comparable = False
     if not is_comparable:
         raise ValueError(
-            f"groups holds {brief(name)}, which cannot be compared with other names. Name a group "
+            f"groups has {brief(name)}, which cannot be compared with other names. Name a group "
             "by a number, a text, a tensor, or a tuple of these."
         )
     return name

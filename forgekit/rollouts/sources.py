@@ -255,8 +255,8 @@ class RedisSource:
         while (waiting := self._waiting()) is None or waiting >= most:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"a generator has waited {timeout_s:g} s for room in {self!r}; {waiting} "
-                    f"messages wait there and {most} may. Does the trainer run?"
+                    f"a generator has waited {timeout_s:g} s for room in {self!r}, which has "
+                    f"{waiting} of at most {most} messages. Does the trainer run?"
                 )
             time.sleep(LOOK_S / 50)
 

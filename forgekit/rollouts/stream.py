@@ -181,7 +181,7 @@ class RolloutStream:
     def __next__(self) -> TensorDict:
         if self.world > 1 and not self._is_watched:
             raise RuntimeError(
-                f"this stream is one of {self.world} and ends on its own; the others would wait "
+                f"this stream is one of {self.world} and ends on its own, so the others would wait "
                 "forever. Pass it as end= to forgekit.groups and forgekit.make_step."
             )
         began = time.monotonic()
@@ -333,7 +333,7 @@ class RolloutStream:
         """
         if state.samples != self.samples:
             raise RuntimeError(
-                f"samples up to {self.samples} were handed out and the state has taken "
+                f"samples up to {self.samples} were handed out, but the state has taken "
                 f"{state.samples}: a step failed in between (call stream.give_back() then), or "
                 "the stream did not start at state.samples."
             )
@@ -366,7 +366,7 @@ class RolloutStream:
         """
         if self.samples != self._noted:
             raise RuntimeError(
-                f"samples {self._noted} to {self.samples} were handed out and not committed. Call "
+                f"samples {self._noted} to {self.samples} were handed out but not committed. Call "
                 "stream.commit(state, saved=False) after the step and before the save."
             )
         self._judge()
@@ -381,9 +381,9 @@ class RolloutStream:
         """
         if (reader := [self.rank, self.world]) != [*state["reader"]]:
             raise ValueError(
-                f"the stream's position is that of reader {state['reader']}, and this is {reader} "
-                "(rank, number of data-parallel ranks); each knows its own messages only. Resume "
-                "on as many."
+                f"the stream's position belongs to reader {state['reader']}, but this is {reader} "
+                "(rank, number of data-parallel ranks); each knows only its own messages. Resume "
+                "on the same number of ranks."
             )
         self._trained = set(state["trained"])
         out = [self._out[number] for number in sorted(self._out)]

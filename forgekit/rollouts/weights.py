@@ -131,7 +131,7 @@ def publish_weights(
     path, model = path_of("where", where) / FILE, state.model
     if state.layout.stages is not None:
         raise ValueError(
-            "this model is split into pipeline stages, and no rank can run the probe. Publish from "
+            "this model is split into pipeline stages, so no rank can run the probe. Publish from "
             "a layout with pp=1."
         )
     check_unmerged(model, "generators have their base without them")
@@ -213,7 +213,7 @@ def read_weights(
         wrong = [n for n, t in tensors.items() if not _is_read(full(t), file.get_tensor(n))]
     if wrong:
         raise CheckpointError(
-            f"the model does not hold what was read into it ({brief(wrong[0])} and "
+            f"the model does not have the values that were loaded ({brief(wrong[0])} and "
             f"{len(wrong) - 1} more): it shares memory between parameters that are "
             "separate in the trainer."
         )
@@ -254,8 +254,8 @@ def _draw(model: nn.Module, version: int) -> Tensor:
     rows = tokens_of(described)
     if rows is None:
         raise ValueError(
-            f"{type(model).__name__} does not say its vocab_size, so no probe can be drawn. Pass "
-            "probe=, some token ids."
+            f"{type(model).__name__} has no vocab_size, so no probe can be drawn. Pass probe=, "
+            "some token ids."
         )
     count = min(PROBED, longest_of(model) or PROBED)
     return torch.randint(rows, (count,), generator=torch.Generator().manual_seed(version))

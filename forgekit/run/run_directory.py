@@ -486,7 +486,7 @@ def every(steps: int, state: TrainState, *, last: int | None = None) -> bool:
         last: The run's last step, after which, or any later one, it is to be taken as well.
 
     Raises:
-        TypeError: If ``steps`` is no integer.
+        TypeError: If ``steps`` is not an integer.
         ValueError: If ``steps`` is negative.
 
     Examples:

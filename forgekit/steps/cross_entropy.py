@@ -97,7 +97,7 @@ def position_losses(
 
 
 def _loss_of(total: Tensor, losses: Tensor, is_target: Tensor, *, is_nll: bool) -> Loss:
-    """Build a loss of positions, with its rows if they are told apart by a dimension."""
+    """Build a loss from positions, with per-row sums if there is a dimension of rows."""
     rows = RowSums(losses, is_target) if is_target.ndim > 1 else None
     return Loss(total, is_target.sum(), rows=rows, is_nll=is_nll)
 
@@ -418,7 +418,7 @@ def find_columns(
     token = torch.where(is_target, labels, 0)
     column = token - first
     is_here = is_target & (column >= 0) & (column < width)
-    # A label outside the vocabulary must fail in gather, on all ranks alike.
+    # A label outside the vocabulary must fail in gather, on all ranks.
     is_known = (token >= 0) & (token < vocab_size)
     return torch.where(is_known & ~is_here, 0, column)[:, None], is_here
 

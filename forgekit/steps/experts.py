@@ -21,7 +21,7 @@ from forgekit.model.transformer import Transformer
 from forgekit.steps.ranges import NOTHING
 
 EXPERTS = "experts"
-"""The key of what routers note, among a step's sums."""
+"""The key of the routers' counts among a step's sums."""
 
 NUMBERS = ("kept", "positions", "aux_loss", "z_loss", "bias_range")
 """What a layer notes besides its counts, one number each."""

@@ -277,7 +277,7 @@ def mixing_tensors(layout: Layout) -> AbstractContextManager[object]:
 
 @contextmanager
 def evaluating(model: nn.Module, layout: Layout) -> Iterator[None]:
-    """Switch a model to evaluation, and each module back to what it was, whatever is raised."""
+    """Put a model into evaluation mode, and each module back into its own mode afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

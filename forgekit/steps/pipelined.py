@@ -327,7 +327,7 @@ def _shape_of(batch: TensorDictBase) -> torch.Size:
 
 
 def _kind_of(args: tuple[Any, ...], keywords: dict[str, Any], device: torch.device) -> str:
-    """What decides which way a forward takes: which arguments there are, and of what type."""
+    """Describe a call of the model by its arguments and their types, which may change its path."""
     given = {**dict(enumerate(args)), **keywords}
     shown = sorted(
         f"{name} {value.dtype} of {value.ndim}"

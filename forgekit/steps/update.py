@@ -25,7 +25,7 @@ GROWTH_INTERVAL = 2000
 """Good steps in a row after which a dynamic loss scale is doubled."""
 
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-24, 2.0**24
-"""Bounds of a dynamic loss scale. What overflows below is no matter of range."""
+"""Bounds of a dynamic loss scale. What overflows below is not a matter of range."""
 
 
 @ranged
@@ -140,7 +140,7 @@ def _step_optimizer(optimizer: Optimizer, correction: Correction) -> None:
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether an optimizer's kernel takes ``grad_scale`` and ``found_inf`` and skips by itself.
+    """Whether an optimizer's kernel takes ``grad_scale`` and ``found_inf`` and skips bad steps.
 
     True for the fused implementations of torch, which mark themselves, and for optimizers that
     set ``_step_supports_amp_scaling``; foreach ones would assert, Muon would ignore it silently.

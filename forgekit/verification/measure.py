@@ -233,7 +233,7 @@ def _check_mesh(state: TrainState, spec: MeshSpec) -> None:
     asked = {name: getattr(spec, name) for name in DIMENSIONS}
     if any(built.get(name, 1) != size for name, size in asked.items()):
         raise ValueError(
-            f"setup built a mesh of {built} and was asked for {asked}: fk.build_mesh(config.mesh)."
+            f"setup built a mesh of {built}, not {asked} as asked; use fk.build_mesh(config.mesh)."
         )
 
 
@@ -242,7 +242,7 @@ def _check_precision(model: nn.Module) -> None:
         dtype = module._get_fsdp_state()._mp_policy.param_dtype
         if dtype not in (None, torch.float64):
             raise ValueError(
-                f"setup asks parallelize to compute in {dtype}, and verify compares in float64; "
+                f"setup asks parallelize to compute in {dtype}, but verify compares in float64; "
                 'take precision from the configuration, where verify sets "fp32".'
             )
 
@@ -284,7 +284,7 @@ def _pull(record: Any, job: RankJob) -> list[list[TensorDictBase]]:
     steps = [[batch.clone() for batch in group] for group in due]
     if len(steps) < STEPS:
         raise ValueError(
-            f"the loader has micro-batches for {len(steps)} steps and verify takes {STEPS}; use "
+            f"the loader has micro-batches for {len(steps)} steps, but verify takes {STEPS}; use "
             "a smaller global_batch_size, or more data."
         )
     for batches in steps if job.mask else []:

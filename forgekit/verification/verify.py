@@ -111,13 +111,15 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         world = os.environ["WORLD_SIZE"]
-        raise ValueError(f"this is one of {world} ranks; verify starts its ranks by itself.")
+        raise ValueError(
+            f"this is one of {world} ranks, but verify starts its own; run it without torchrun."
+        )
     # On the fewest ranks: -1 is 1.
     spec = MeshSpec(**{name: max(size, 1) for name, size in attrs.asdict(layout).items()})
     resolve_sizes(spec, world_of(spec))
     if world_of(spec) > (most := RANKS_OF_A_CORE * len(os.sched_getaffinity(0))):
         raise ValueError(
-            f"the layout has {world_of(spec):,} ranks, each a process here, and these cores run at "
+            f"the layout has {world_of(spec):,} ranks, each a process here, but these cores run at "
             f"most {most}. Verify it with smaller sizes of its dimensions."
         )
     with tempfile.TemporaryDirectory(prefix="forgekit-verify-") as folder:

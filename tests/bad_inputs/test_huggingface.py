@@ -54,7 +54,7 @@ CONFIGS = [
     (rope("default", partial_rotary_factor=0.5), r"have partial_rotary_factor 0\.5, which a Tra"),
     (rope("default", full_attention={}), r"have full_attention .*; all layers share one set"),
     (rope("longrope", factor=2.0), r"rope_type is 'longrope'; a Transformer supports \['linear', "),
-    ({"rope_theta": 7.0}, r"rope_theta is 7\.0, and 10000\.0 in rope_parameters"),
+    ({"rope_theta": 7.0}, r"rope_theta is 7\.0, but 10000\.0 in rope_parameters"),
     ({"tie_word_embeddings": "false"}, r"tie_word_embeddings is 'false'; it must be true or fals"),
     ({"model_type": "gpt_neox"}, r"model_type 'gpt_neox' is not one of llama, mistral, "),
 ]
@@ -196,13 +196,13 @@ def test_what_cannot_be_loaded_into_is_refused(saved):
         fk.load_huggingface(fk.Transformer(attrs.evolve(SPEC, tied=True)), saved)
     with torch.device("meta"):
         model = fk.Transformer(SPEC)
-    with pytest.raises(ValueError, match=r"^'embedding\.weight' is on meta and has no memory"):
+    with pytest.raises(ValueError, match=r"^'embedding\.weight' is on meta, so it has no memory"):
         fk.load_huggingface(model, saved)
 
 
 EXPORTS = [
     ({}, "qwen3", r"^Qwen3ForCausalLM cannot express this spec: qk_norm True there and False"),
-    ({"router": "sigmoid"}, None, r"LlamaForCausalLM does not .* Dots1ForCausalLM does"),
+    ({"router": "sigmoid"}, None, r"LlamaForCausalLM cannot .* Dots1ForCausalLM does"),
     ({"capacity": 1}, None, r"moe\.capacity is 1, and it drops no"),
 ]
 
@@ -221,7 +221,7 @@ def test_tokenizers_of_other_models_and_files_that_are_none_are_refused(tmp_path
         fk.save_huggingface(model, tmp_path / "new", tokenizer="gone")
     vocab = {str(number): number for number in range(17)}
     Tokenizer(WordLevel(vocab, unk_token="0")).save(str(path))
-    with pytest.raises(fk.CheckpointError, match=r"^the tokenizer has 17 tokens and the model"):
+    with pytest.raises(fk.CheckpointError, match=r"^the tokenizer has 17 tokens, but the model"):
         fk.save_huggingface(model, tmp_path / "new", tokenizer=path)
     path.write_text('{"model": {"vocab": {"a": 0}}, "added_tokens": []}')
     with pytest.raises(fk.CheckpointError, match=r"^no tokenizer can be built from tokenizer\.js"):

@@ -397,7 +397,7 @@ def test_flags_say_which_turns_are_targets_and_others_are_refused(caplog):
             assert targets({key: yes}, {key: no}) == BOTH[0]
             assert targets({key: None}, {key: yes}) == "".join(BOTH)
             assert targets({key: no}, turn=0) == "".join(BOTH)
-            with pytest.raises(ValueError, match="a flag to train it; only the assistant is"):
+            with pytest.raises(ValueError, match="has a flag to train the role"):
                 targets({key: yes}, turn=0)
         with pytest.raises(ValueError, match=r'are "user".*, and flags mask them all'):
             targets({key: 0}, {key: 0})
@@ -618,10 +618,10 @@ LINES = {
     'has the keys "prompt", "chosen"; a preference': (preference_dataset, PAIR),
     r"a.jsonl:1 has \d+ tokens; a row has 16": (preference_dataset, PAIRS["messages"]),
     'a.jsonl:1 has "images"; only text': (DROP, {"messages": [USER, ANSWER], "images": ["a.png"]}),
-    "hold .*'image_url'.* only parts of text": (
+    "contain .*'image_url'.* only parts of text": (
         *(DROP, {"messages": [{**USER, "content": [{"type": "image_url"}]}, ANSWER]}),
     ),
-    'hold .*\'function_call\'.* "from" may be "human", "gpt"': (
+    'contain .*\'function_call\'.* "from" may be "human", "gpt"': (
         *(DROP, {"conversations": [{"from": "function_call", "value": "a"}]}),
     ),
     'a.jsonl:1 has both "system" and a first message': (

@@ -35,7 +35,7 @@ def test_a_literal_end_of_text_is_plain_characters_also_after_loading(tmp_path):
 def test_what_cannot_be_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"vocab_size 256 must be at least 257"):
         train_tokenizer(TEXTS, vocab_size=256)
-    with pytest.raises(TypeError, match=r"texts is a str, which has letters for"):
+    with pytest.raises(TypeError, match=r"texts is a str, whose items are characters"):
         train_tokenizer("to be", 300)
     with pytest.raises(FileNotFoundError, match=r"tokenizer.json does not exist; `forgekit prep"):
         load_tokenizer(tmp_path)

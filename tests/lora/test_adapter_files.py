@@ -117,7 +117,7 @@ def test_we_open_an_adapter_of_peft(case, tmp_path):
     assert distance(model(IDS), expected) < 1e-5
     if case.startswith("tied"):
         tied = fk.Transformer(fk.huggingface_spec(tmp_path / "base"))
-        with pytest.raises(fk.CheckpointError, match=r"'lm_head', which this .*; of a tied"):
+        with pytest.raises(fk.CheckpointError, match=r"'lm_head', which this .*; build a tied"):
             fk.load_adapter(tied, tmp_path / "adapter")
 
 
@@ -277,7 +277,7 @@ def trained():
 SAVED = [
     (trained, r"1 trained parameters .*'norm\.weight'"),
     (merged, "the file is for a base without them"),
-    (partial(build, "dense"), r"has DoRA and '.*' does not"),
+    (partial(build, "dense"), r"has DoRA, but '.*' does not"),
     (
         partial(build, "experts"),
         r"'layers\.1\..*\.experts\..*' is an adapter of experts, .*merge_lora ",

@@ -450,7 +450,7 @@ def test_a_number_that_only_computation_gives_is_not_made_up():
         step = fk.make_step(reads_its_loss, schedule=fk.constant(1e-3))
         return SimpleNamespace(**vars(built) | {"loss_fn": reads_its_loss, "step": step})
 
-    with pytest.raises(PlanError, match=r"reads a computed value .* computes no values"):
+    with pytest.raises(PlanError, match=r"reads a computed value .* computes none"):
         plan_step(job_of(cell, setup=reading))
 
 
@@ -688,4 +688,4 @@ def test_a_setup_that_gives_no_step_says_so(capsys, tmp_path):
     )
     code, said = plan(capsys, tmp_path / "recipe.py", "--world", 2)
     assert code == 2
-    assert "a tuple without state, step, loader, loss_fn; a step takes" in said.err
+    assert "a tuple without state, step, loader, loss_fn; a step needs" in said.err

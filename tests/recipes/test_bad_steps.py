@@ -114,7 +114,7 @@ def test_code_that_a_run_directory_names_is_shown_and_not_run(runs, tmp_path, ca
     assert main(["replay", str(tmp_path)]) == 2
     shown = capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
-    assert "replay runs a recipe's code: name it with --script FILE (the run noted " in shown
+    assert "replay runs a recipe's code: pass it with --script FILE (the run noted " in shown
     assert "/a \\x1b[31m'b.py)." in shown
     assert "\x1b" not in shown
 

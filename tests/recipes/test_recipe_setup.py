@@ -112,7 +112,7 @@ def test_a_configuration_without_a_bound_is_strict_json_and_is_read_back(run):
 
 DAMAGED = {
     "bad steps in no encoding": ("bad_steps.jsonl", b"\xff\n{}\n", "line 1: "),
-    "a list of settings": ("config.json", b"[1]", "does not fit .*: it holds a list"),
+    "a list of settings": ("config.json", b"[1]", "does not fit .*: it contains a list"),
 }
 
 

@@ -97,7 +97,7 @@ def _forgets(_rank, _world):
         state = replica_rank.train(state, loader, replicas, steps=2)
         state, _ = replicas.begin(state)
         state = replica_rank.train(state, loader, fk.OneGroup(), steps=3)
-        with pytest.raises(ValueError, match=r"step 3 begins, and the groups have come to 2: this"):
+        with pytest.raises(ValueError, match=r"step 3 begins, but the groups are at step 2: this"):
             replicas.begin(state)
 
 

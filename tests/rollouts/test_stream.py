@@ -132,7 +132,7 @@ def test_a_generator_waits_until_fewer_messages_wait():
     """What is taken, though not acknowledged, is trained and kept, and must not stop anybody."""
     redis = filled(3)
     source = RedisSource(redis)
-    with pytest.raises(TimeoutError, match=r"3 messages wait there and 3 may\. Does the"):
+    with pytest.raises(TimeoutError, match=r"3 of at most 3 messages\. Does the"):
         source.wait_for_room(3, timeout_s=0.1)
     next(RolloutStream(RedisSource(redis)))
     source.wait_for_room(3, timeout_s=0.1)
@@ -238,7 +238,7 @@ def test_a_step_that_failed_gives_its_messages_back():
     state = build_state(stream)
     with pytest.raises(ZeroDivisionError):
         fk.accumulate(state, next(fk.groups(stream, 1)), lambda *_: 1 / 0)
-    with pytest.raises(RuntimeError, match="up to 2 were handed out and the state has taken"):
+    with pytest.raises(RuntimeError, match="up to 2 were handed out, but the state has taken"):
         stream.commit(state)
     stream.give_back()
     state = train(stream, state=state, steps=1)
@@ -250,7 +250,7 @@ MALFORMED = {
     "no ids": ({"ids": []}, "came with 0 ids"),
     "another prompt": ({"prompts": [[1], [1]]}, "do not begin with its prompt"),
     "a reward short": ({"rewards": [1.0]}, "shape|came with"),
-    "an empty group": (message(0, answers=0), "holds no answer"),
+    "an empty group": (message(0, answers=0), "has no answer"),
     "a later version": ({"versions": 7}, "sampled with version 7, and the trainer's is 3"),
 }
 
@@ -327,7 +327,7 @@ def test_a_wait_for_messages_that_are_all_set_aside_ends(monkeypatch, stops):
         stop.request("enough")
         assert list(stream) == []
     else:
-        with pytest.raises(TimeoutError, match=r"0 of 1 message came; .*message 0 holds no answer"):
+        with pytest.raises(TimeoutError, match=r"0 of 1 message came; .*message 0 has no answer"):
             next(stream)
     assert time.monotonic() < ends
 
@@ -345,7 +345,7 @@ def test_what_would_lose_rollouts_silently_is_refused():
     state, step = build_state(stream), fk.make_step(loss_fn, schedule=fk.constant(0.1), end=stream)
     groups = fk.groups(stream, 1, end=stream)
     state, _ = step(state, next(groups))
-    with pytest.raises(RuntimeError, match="samples 0 to 1 were handed out and not committed"):
+    with pytest.raises(RuntimeError, match="samples 0 to 1 were handed out but not committed"):
         stream.state_dict()
     state, _ = step(state, next(groups))
     with pytest.raises(RuntimeError, match="2 steps were taken since the last commit"):

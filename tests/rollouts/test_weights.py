@@ -173,7 +173,7 @@ def test_weights_that_are_no_numbers_are_not_published(tmp_path):
 
 def test_a_model_that_does_not_say_its_vocabulary_needs_a_probe(tmp_path):
     state = alone(torch.nn.Embedding(5, 5))
-    with pytest.raises(ValueError, match="Embedding does not say its vocab_size"):
+    with pytest.raises(ValueError, match="Embedding has no vocab_size"):
         publish_weights(state, tmp_path, version=0)
     for probe, shape in (([3], r"\(1,\)"), ([[3, 4]], r"\(1, 2\)")):
         with pytest.raises(ValueError, match=f"probe has shape {shape}; it must be .* at least 2"):

@@ -134,7 +134,7 @@ def agree(report: Report, state: TrainState, settings: Mapping[str, Any]) -> Agr
 def check_replicas(state: TrainState) -> None:
     """Raise if copies of a parameter or buffer differ between ranks; a small collective.
 
-    For now and then between steps: the first step compares by itself. Reads values on the host.
+    For occasional use between steps; the first step compares anyway. Reads values on the host.
 
     Args:
         state: The state; nothing in it changes.

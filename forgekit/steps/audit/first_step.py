@@ -167,7 +167,7 @@ def _leaving_no_trace(state: TrainState) -> Iterator[None]:
 def _rehearse(
     state: TrainState, batch: TensorDictBase, loss_fn: LossFn, compared: Mapping[str, RankGroup]
 ) -> Iterator[Finding]:
-    """Compute a micro-batch forward and backward; compare what runs, and what it leaves."""
+    """Run a micro-batch forward and backward; compare the modules that run and the gradients."""
     layout, world, read = state.layout, world_of(state.mesh), set()
     if compared:
         loss_fn = partial(_compare_forward, state, compared, loss_fn)

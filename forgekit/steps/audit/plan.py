@@ -58,7 +58,7 @@ from forgekit.steps.micro_batch import LossFn, compute_loss, take_part
 from forgekit.steps.pipelined import evaluate_staged
 
 CLOSE = 1e-3
-"""Largest difference over the size of what is compared; what is wrong differs by far more."""
+"""Largest relative difference that counts as equal; a wrong plan differs by far more."""
 
 NOISE = 1e-5
 """The same over the largest gradient of a block, for gradients that are zero but for rounding."""
@@ -67,7 +67,7 @@ POSITIONS = 16
 """Positions of a slice for each rank that shares them."""
 
 MOVED = 0.1
-"""Size of what weights are moved by, over theirs; of weights of zero as it is."""
+"""Relative size of the perturbation of the weights; absolute where a weight is zero."""
 
 PROBES = 3
 """Random vectors from each side that a tensor is multiplied by, to be compared."""
@@ -325,7 +325,7 @@ class _Proof:
         self.problem = self.problem or problem
 
     def _is_alike(self, tensors: list[Tensor]) -> bool:
-        """Whether the ranks return alike tensors: else they would wait for each other."""
+        """Whether all ranks return the same kind of tensors; otherwise they would hang."""
         shapes = [(tensor.shape, tensor.requires_grad) for tensor in tensors]
         return all(others == shapes for others in exchange(shapes, group=self.ranks.get_group()))
 
