@@ -98,7 +98,7 @@ def test_cp_writes_the_recipe_and_its_settings(target, recipes, here):
 def test_cp_overwrites_only_when_forced(existing, recipes, here, capsys):
     (here / existing).write_text("mine")
     assert main(["cp", "train", "my.py"], recipes=recipes) == 2
-    assert f"{existing} would be overwritten; pass --force to overwrite." in capsys.readouterr().err
+    assert f"{existing} would be overwritten; --force allows it." in capsys.readouterr().err
     assert [path.name for path in here.iterdir()] == [existing], "half a copy was left"
     assert (here / existing).read_text() == "mine"
     assert main(["cp", "train", "my.py", "--force"], recipes=recipes) == 0

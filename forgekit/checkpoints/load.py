@@ -219,9 +219,7 @@ def _check_nothing_there(storage: Storage, step: int | None, faults: Mapping[int
             f"{storage} has no committed step {step}; it has {describe(storage)}.{why}"
         )
     if MANIFEST in storage.names():
-        raise CheckpointError(
-            f"{storage} is a checkpoint itself; pass the folder that contains it."
-        )
+        raise CheckpointError(f"{storage} is a checkpoint itself; pass the folder above it.")
     for at, fault in faults.items():
         if fault != "is missing" or storage.names(at):  # an empty folder never was a checkpoint
             raise CheckpointError(

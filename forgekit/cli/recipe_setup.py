@@ -69,9 +69,7 @@ def configured(recipe: ModuleType, settings: Sequence[str], command: str) -> Any
     script = recipe.__file__
     config = load_config(recipe.Config, settings, program=f"{command} {script}")
     if not hasattr(config, "mesh"):
-        raise UsageError(
-            f"{script} has no key mesh, so only one layout; add mesh: fk.MeshSpec to its Config."
-        )
+        raise UsageError(f"{script} has one layout; add mesh: fk.MeshSpec to its Config.")
     return config
 
 

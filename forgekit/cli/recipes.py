@@ -115,9 +115,7 @@ def _cp(options: argparse.Namespace) -> int:
         copies[target.with_suffix(".toml")] = settings.read_text()
     existing = [str(path) for path in copies if path.exists()]
     if existing and not options.force:
-        raise UsageError(
-            f"{' and '.join(existing)} would be overwritten; pass --force to overwrite."
-        )
+        raise UsageError(f"{' and '.join(existing)} would be overwritten; --force allows it.")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for path, content in copies.items():

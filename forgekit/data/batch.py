@@ -271,9 +271,7 @@ def check_alike(parts: Mapping[str, Mapping[Any, Any]], dim: int = 0) -> None:
     (first, expected), *others = kinds.items()
     for name, kind in others:
         if kind != expected:
-            raise ValueError(
-                f"{name} has {kind}, but {first} has {expected}; they must be the same."
-            )
+            raise ValueError(f"{name} has {kind}, but {first} {expected}; they must agree.")
 
 
 def check_has(batch: Any, key: str) -> None:

@@ -245,9 +245,7 @@ def _conversation(
         system = line.get("system")
         answer = [*prompt, *answer]
         if system and isinstance(answer[0], dict) and "system" in map(answer[0].get, ROLE_KEYS):
-            raise ValueError(
-                f'{name} has both "system" and a first message of role system; keep one.'
-            )
+            raise ValueError(f'{name} has "system" and a first message of that role; keep one.')
         if system:
             answer, prompt = [{"role": "system", "content": system}, *answer], ["", *prompt]
     tools, options = line.get("tools"), line.get("chat_template_kwargs")

@@ -119,9 +119,7 @@ class ChatEncoder:
         source = " ".join(source.values()) if isinstance(source, dict) else source
         self._words = set(re.findall(r"\w+", source))
         if unknown := [key for key in self.template if key not in self._words]:
-            raise ValueError(
-                f"template= sets {quoted(unknown)}, which the chat template does not read."
-            )
+            raise ValueError(f"the chat template does not read {quoted(unknown)} of template=.")
 
     def conversation(
         self, name: str, messages: Any, *, tools: Any = None, first: int = 0, options: Any = None

@@ -452,9 +452,7 @@ def mixture_dataset(datasets: Mapping[str, Any], order: Order) -> Mixture:
     lengths = {name: len(dataset) for name, dataset in datasets.items()}
     expected = dict(zip(order.sources, order.sizes, strict=True))
     if lengths != expected:
-        raise ValueError(
-            f"the datasets have {lengths} rows, but the order was made for {expected}."
-        )
+        raise ValueError(f"the datasets have {lengths} rows; the order is for {expected}.")
     return Mixture(tuple(datasets[name] for name in order.sources), order)
 
 
@@ -503,9 +501,7 @@ class Mixture:
         by_source = torch.from_numpy(np.argsort(sources, kind="stable"))
         batch: Any = torch.cat([*parts.values()])[by_source.argsort()]
         if "source" in batch:
-            raise ValueError(
-                'rows have a "source" already, but the mixture adds one; rename theirs.'
-            )
+            raise ValueError('rows already have "source", which the mixture adds; rename theirs.')
         return batch.set("source", torch.from_numpy(sources))
 
 

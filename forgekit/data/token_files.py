@@ -350,9 +350,7 @@ def _map(file: Path) -> NDArray[Any]:
     try:
         array = np.load(file, mmap_mode="r", allow_pickle=False)
         if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ValueError(
-                f"it has {array.dtype} of shape {list(array.shape)}, not a 1-D array of integers"
-            )
+            raise ValueError(f"it has {array.dtype} {list(array.shape)}, not 1-D integers")
     except Exception as error:  # a damaged header can raise anything
         raise ValueError(f"{file} cannot be read ({error}). Write the token file again.") from None
     return array.view(np.ndarray)

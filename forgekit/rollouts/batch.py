@@ -239,9 +239,7 @@ def _on_host(values: Any, dtype: torch.dtype) -> Tensor:
 def _names(groups: Any) -> list[Hashable]:
     """Names of groups as keys that are equal where the names are; a tensor's is its identity."""
     if len(shape := getattr(groups, "shape", (0,))) != 1:
-        raise ValueError(
-            f"groups has shape {tuple(shape)}; it must be [n], one name for each answer."
-        )
+        raise ValueError(f"groups has shape {tuple(shape)}; it must be [n], one per answer.")
     return [_name(group) for group in groups]
 
 

@@ -111,9 +111,7 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         world = os.environ["WORLD_SIZE"]
-        raise ValueError(
-            f"this is one of {world} ranks, but verify starts its own; run it without torchrun."
-        )
+        raise ValueError(f"this is one of {world} ranks; run verify without torchrun.")
     # On the fewest ranks: -1 is 1.
     spec = MeshSpec(**{name: max(size, 1) for name, size in attrs.asdict(layout).items()})
     resolve_sizes(spec, world_of(spec))

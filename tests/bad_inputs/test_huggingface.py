@@ -202,7 +202,7 @@ def test_what_cannot_be_loaded_into_is_refused(saved):
 
 EXPORTS = [
     ({}, "qwen3", r"^Qwen3ForCausalLM cannot express this spec: qk_norm True there and False"),
-    ({"router": "sigmoid"}, None, r"LlamaForCausalLM cannot .* Dots1ForCausalLM does"),
+    ({"router": "sigmoid"}, None, r"LlamaForCausalLM cannot .* Dots1ForCausalLM cannot"),
     ({"capacity": 1}, None, r"moe\.capacity is 1, and it drops no"),
 ]
 

@@ -117,7 +117,7 @@ def test_without_a_checkpoint_the_state_itself_comes_back(tmp_path, caplog, wher
     (half / "model.pt").write_bytes(b"of an unknown format")
     assert re.search("step_00000009 may be one, but its manifest.json is missing", load(url))
     (half / "model.pt").rename(half / "manifest.json")
-    assert "is a checkpoint itself; pass the folder that contains it" in load(half)
+    assert "is a checkpoint itself; pass the folder above it" in load(half)
 
 
 def test_a_link_to_a_disk_that_is_not_there_is_no_run_without_checkpoints(tmp_path):
@@ -135,7 +135,7 @@ def pipes(folder):
 
 
 NOT_PASSED_OVER = {
-    "of another format": (in_manifest(rewrite, format=99), "2 has format 99, and .* format 3"),
+    "of another format": (in_manifest(rewrite, format=99), "2 has format 99, but .* format 3"),
     "pipes, which would hang": (pipes, "Not a regular file"),
 }
 

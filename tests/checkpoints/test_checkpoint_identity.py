@@ -238,7 +238,7 @@ def test_a_rename_takes_optimizer_state_buffers_and_averages_along(tmp_path, wor
 UP = {"1.up": "1.mlp"}
 REFUSED = [
     (UP | {"0.ffn": "0.mpl"}, r"of another model: it lacks '0\.ffn\.weight'"),
-    (UP | {"0.ffn": "0.mlp", "0.seen": "1.seen"}, r"^renames gives two .* the name '0\.seen'"),
+    (UP | {"0.ffn": "0.mlp", "0.seen": "1.seen"}, r"^renames maps two .* the name '0\.seen'"),
 ]
 
 

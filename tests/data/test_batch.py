@@ -139,7 +139,9 @@ BAD = {
     r'"input_ids" has shape \(2, 1\); shift': lambda: shift_labels(batch_of(input_ids=IDS[:, :1])),
     "a row has 3 positions, more than 2": lambda: pad_positions(full_batch(), 2),
     'batch has no "labels"': lambda: pad_positions(batch_of(input_ids=IDS), 4),
-    "sample 1 has .*'b': .*, but sample 0 has": lambda: collate([{"a": IDS}, {"a": IDS, "b": IDS}]),
+    "sample 1 has .*'b': .*, but sample 0 .*agree": lambda: collate(
+        [{"a": IDS}, {"a": IDS, "b": IDS}]
+    ),
     r"must return a TensorDict with torch.Size\(\[2\]\)": lambda: apply_transforms(
         full_batch(), [lambda batch: batch[:1]]
     ),

@@ -470,7 +470,7 @@ def test_options_of_a_line_and_of_all_lines_reach_the_template(kind):
     both = [{**line, "chat_template_kwargs": {"enable_thinking": on}} for on in (True, False)]
     thought = ["<think>" in text for text in _targets(read(both, tokenizer, 512), tokenizer)]
     assert thought.count(True) == len(thought) // 2
-    with pytest.raises(ValueError, match='template= sets "enable_thinkin", which'):
+    with pytest.raises(ValueError, match='the chat template does not read "enable_thinkin"'):
         rows({"enable_thinkin": False})
     for key in ("tokenize", "continue_final_message", "chat_template"):
         with pytest.raises(ValueError, match="line 0: the messages cannot be rendered: "):
@@ -624,7 +624,7 @@ LINES = {
     'contain .*\'function_call\'.* "from" may be "human", "gpt"': (
         *(DROP, {"conversations": [{"from": "function_call", "value": "a"}]}),
     ),
-    'a.jsonl:1 has both "system" and a first message': (
+    'a.jsonl:1 has "system" and a first message': (
         *(DROP, {"messages": [{"role": "system", "content": "a"}, USER, ANSWER], "system": "a"}),
     ),
     "long is 'truncate'": (partial(preference_dataset, long="truncate"), LONG),

@@ -145,7 +145,10 @@ REFUSED = {
     "a run where a model is": ({"out": "bare"}, "error: bare contains a model, .* overwritten"),
     "a long conversation": ({"seq_len": 16}, "error: .* tokens; a row has 16 positions. Pass long"),
     "rows beyond the model": ({"seq_len": 257}, "error: seq_len 257 of the data is above max_seq"),
-    "no such option": ({"data.template": '{"x": false}'}, 'error: template= sets "x", which'),
+    "no such option": (
+        {"data.template": '{"x": false}'},
+        'error: the chat template does not read "x"',
+    ),
     "four bits without adapters": ({"lora.base": "nf4"}, "error: 'rank' must be >= 1: 0"),
     "a base without a tokenizer": ({"base": "bare"}, "error: bare has no tokenizer that transf"),
 }

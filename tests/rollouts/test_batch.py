@@ -55,7 +55,7 @@ def test_answers_are_of_one_group_where_its_names_are_equal(kind):
 def test_names_that_cannot_be_compared_are_refused(groups, problem):
     with pytest.raises(ValueError, match=problem):
         group_advantages([1.0, 0.0, 1.0, 0.0], groups)
-    with pytest.raises(ValueError, match=rf"{problem}|came with 3 groups"):
+    with pytest.raises(ValueError, match=rf"{problem}|but 3 groups"):
         join_rollouts([message(0, answers=4, groups=groups)])
 
 

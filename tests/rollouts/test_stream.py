@@ -247,7 +247,7 @@ def test_a_step_that_failed_gives_its_messages_back():
 
 MALFORMED = {
     "no JSON": (None, "Can|string|indices"),
-    "no ids": ({"ids": []}, "came with 0 ids"),
+    "no ids": ({"ids": []}, "but 0 ids"),
     "another prompt": ({"prompts": [[1], [1]]}, "do not begin with its prompt"),
     "a reward short": ({"rewards": [1.0]}, "shape|came with"),
     "an empty group": (message(0, answers=0), "has no answer"),
@@ -355,7 +355,7 @@ def test_what_would_lose_rollouts_silently_is_refused():
     with pytest.raises(RuntimeError, match="to groups but not to make_step"):
         next(groups)
     other = {**RolloutStream(iter(())).state_dict(), "reader": [1, 2]}
-    with pytest.raises(ValueError, match=r"that of reader \[1, 2\], and this is \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"belongs to reader \[1, 2\], but this is \[0, 1\]"):
         stream.load_state_dict(other)
     with pytest.raises(TypeError, match="source is a int"):
         RolloutStream(3)

@@ -109,8 +109,8 @@ def test_a_loss_that_depends_on_the_split_is_equal_where_that_is_meant():
 
 
 def test_what_cannot_be_verified_is_refused(monkeypatch):
-    with pytest.raises(ValueError, match="has 4,096 ranks, each a process here, and"):
+    with pytest.raises(ValueError, match="has 4,096 ranks, each a process here, but"):
         fk.verify(verified.raises, layout(dp_shard=64, tp=64))
     monkeypatch.setenv("WORLD_SIZE", "4")
-    with pytest.raises(ValueError, match="this is one of 4 ranks, but verify starts its own"):
+    with pytest.raises(ValueError, match="this is one of 4 ranks; run verify without"):
         fk.verify(verified.raises, layout(tp=2))
