@@ -395,7 +395,7 @@ REFUSED = {
     r"^router is 'tanh'; it must be one of": lambda: attrs.evolve(SPEC, router="tanh"),
     "^groups is 3 and top_groups None; give both": lambda: attrs.evolve(SPEC, groups=3),
     "^top_k 3 is above the 2 exp": lambda: attrs.evolve(SPEC, groups=3, top_groups=1, top_k=3),
-    r"^moe\.first is 4 and layers 4: no block": lambda: tiny(first=4),
+    r"^moe\.first is 4, but layers 4: no block": lambda: tiny(first=4),
     "^bias_rate is -2; it must be": lambda: attrs.evolve(SPEC, bias_rate=lambda n, _: -n).rate(
         2, 0
     ),

@@ -252,7 +252,7 @@ def refuse(rank: int, world: int) -> None:
     mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
     with pytest.raises(ValueError, match=r"no module of Linear has an 'attend' socket for cp 2\."):
         apply_context(nn.Linear(2, 2), mesh, "ring")
-    with flash_kernels(), pytest.raises(ValueError, match="'varlen', and it cannot compute ring"):
+    with flash_kernels(), pytest.raises(ValueError, match="'varlen', but it cannot compute ring"):
         fk.parallelize(fk.Transformer(SPEC), mesh, precision="bf16", attention="varlen")
     ring_model, ulysses_model = Sockets(), Sockets()
     apply_context(ring_model, mesh, "ring")
