@@ -173,7 +173,7 @@ def _connect() -> dist.TCPStore:
         with suppress(OSError), socket.create_connection(address, timeout=1.0):
             break
         if time.monotonic() > deadline:
-            raise HangError(f"rank 0 did not appear within {LATE_S:g} s: a machine may be lost.")
+            raise HangError(f"rank 0 did not come within {LATE_S:g} s: a machine may be lost.")
         time.sleep(0.05)
     # as in init_process_group
     return dist.TCPStore(*address, is_master=rank == 0, wait_for_workers=False, multi_tenant=True)

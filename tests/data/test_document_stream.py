@@ -206,8 +206,8 @@ MOVED = {
     "lengths": ({"documents": [[1, 2], [3]]}, {"documents": [[1], [2, 3]]}),
     "texts": (LETTERS | {"documents": [("a", "one")]}, LETTERS | {"documents": [("a", "six")]}),
     "uncounted": ({"documents": Uncounted(5)}, {"documents": Uncounted(6)}),
-    "reader 1 of 4, and this is reader 0 of 4": ({"rank": 1, "world": 4}, {"world": 4}),
-    "reader 1 of 4, and this is reader 1 of 2": (
+    "reader 1 of 4, but this is reader 0 of 4": ({"rank": 1, "world": 4}, {"world": 4}),
+    "reader 1 of 4, but this is reader 1 of 2": (
         {"rank": 1, "world": 4},
         {"rank": 1, "world": 2},
     ),

@@ -669,7 +669,7 @@ def test_a_sweep_that_is_stopped_ends_at_once_with_what_it_has(capsys, tmp_path,
 
 
 MISTAKES = {
-    'is one of "a100", "h100", "h200", "b200"': ["--device", "h300"],
+    'must be one of "a100", "h100", "h200", "b200"': ["--device", "h300"],
     "--world and --node-size must be at least 1": ["--world", 0],
 }
 

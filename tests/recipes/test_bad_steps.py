@@ -131,7 +131,7 @@ def test_a_good_step_is_replayed_bitwise(runs):
 
 
 REFUSED = {
-    "no bad step": ([], "has no bad_steps.jsonl: the run has no bad steps. --step N looks"),
+    "no bad step": ([], "has no bad_steps.jsonl: the run has no bad steps. --step N replays"),
     "a step to come": (["--step", "15"], "--step 15: .*knows has logged steps from 1 to 14"),
     "a script that is not there": (
         ["--step", "2", "--script", "/gone.py"],

@@ -303,7 +303,7 @@ def meet(rank, world, tags, timeout_s):
 
 BUILT = ["built", "loaded"]
 OTHERS = "ranks are at different barriers: rank 0 at 'loaded'; rank 1 at 'data is ready'."
-ABSENT = r"barrier 'loaded': rank 0 did not appear within 0.5 s; rank 0 was last at 'built'\."
+ABSENT = r"barrier 'loaded': rank 0 did not come within 0.5 s; rank 0 was last at 'built'\."
 BARRIERS = {
     "at different ones": (20, [BUILT, ["built", "data is ready"]], [OTHERS] * 2),
     "never there": (0.5, [BUILT, []], ["barrier 'built': rank 1 .*; rank 1 was never", "fine"]),
