@@ -16,8 +16,8 @@ from forgekit.report import write_report
 
 PACKAGE = f"{Path(fk.__file__).parent}/"
 FLOOR_0 = {
-    *("checks", "devices", "environment", "files", "ranks", "safetensors_files", "tensors"),
-    "remote/urls",
+    *("checks", "devices", "environment", "files", "ranges", "ranks", "tensors"),
+    *("remote/urls", "safetensors_files"),
 }
 """Files that call nothing above floor 0; they, the terminal's and the optimizers' do not count."""
 

@@ -24,6 +24,7 @@ from forgekit.mesh import data_ranks
 from forgekit.parallel.fsdp import Sync
 from forgekit.parallel.fsdp_step import FsdpStep
 from forgekit.parallel.layout import size_of, world_of
+from forgekit.ranges import named, ranged
 from forgekit.state import TrainState
 from forgekit.steps.experts import StepRouters
 from forgekit.steps.micro_batch import (
@@ -41,7 +42,6 @@ from forgekit.steps.micro_batch import (
     take_part,
 )
 from forgekit.steps.pipelined import accumulate_staged
-from forgekit.steps.ranges import named, ranged
 from forgekit.steps.totals import LossSums, Totals, parameters_of
 
 

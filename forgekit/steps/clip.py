@@ -12,7 +12,7 @@ import attrs
 import torch
 from torch import Tensor
 
-from forgekit.steps.ranges import ranged
+from forgekit.ranges import ranged
 from forgekit.steps.totals import Totals
 
 EPS = 1e-6

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from forgekit.model.moe import MoE
 from forgekit.model.routing import Routing
 from forgekit.model.transformer import Transformer
-from forgekit.steps.ranges import NOTHING
+from forgekit.ranges import NOTHING
 
 EXPERTS = "experts"
 """The key of the routers' counts among a step's sums."""

@@ -25,9 +25,9 @@ from forgekit.data.batch import shard_sequence
 from forgekit.mesh import data_ranks
 from forgekit.parallel.fsdp import fsdp_modules, release, reset_iteration
 from forgekit.parallel.layout import full
+from forgekit.ranges import NOTHING
 from forgekit.state import Layout, TrainState
 from forgekit.steps.losses import Loss, LossFn
-from forgekit.steps.ranges import NOTHING
 
 P = TypeVar("P")
 RESERVED = frozenset({"loss", "grad_norm", "lr", "targets", "skipped"})

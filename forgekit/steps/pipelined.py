@@ -22,6 +22,7 @@ from forgekit.parallel.fsdp_step import FsdpStep
 from forgekit.parallel.layout import full
 from forgekit.parallel.pipeline.rehearsal import PARAMETER_READ, NoReads
 from forgekit.parallel.pipeline.stages import Stages
+from forgekit.ranges import named
 from forgekit.state import TrainState
 from forgekit.steps.experts import StepRouters
 from forgekit.steps.losses import Loss, values_of
@@ -35,7 +36,6 @@ from forgekit.steps.micro_batch import (
     seed_micro_batch,
     take_part,
 )
-from forgekit.steps.ranges import named
 from forgekit.steps.totals import LossSums
 
 PARAMETERS = frozenset({"parameters", "named_parameters", "state_dict", "modules", "named_modules"})

@@ -19,8 +19,8 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 
 from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import world_of
+from forgekit.ranges import ranged
 from forgekit.state import TrainState
-from forgekit.steps.ranges import ranged
 from forgekit.steps.totals import Totals, find_problem, names_of, parameters_of, with_sums
 from forgekit.tensors import local, wide
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from forgekit.parallel.agreement import exchange
 from forgekit.parallel.layout import full, shard_and_owners, size_of, world_of
+from forgekit.ranges import ranged
 from forgekit.state import AgreedNames, TrainState
 from forgekit.steps.audit.agreement import (
     Report,
@@ -27,7 +28,6 @@ from forgekit.steps.audit.agreement import (
     difference,
 )
 from forgekit.steps.losses import Loss, pair_of
-from forgekit.steps.ranges import ranged
 
 LAG = 2
 """Steps after which an accelerator's host reads whether a rank had a problem, as a stop request."""

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 from forgekit.optim.average import average_of
 from forgekit.optim.chain import Chained
 from forgekit.parallel.fsdp import fsdp_modules, release
+from forgekit.ranges import ranged
 from forgekit.state import TrainState, donate
 from forgekit.steps.clip import Correction, is_finite
 from forgekit.steps.experts import rebalance
-from forgekit.steps.ranges import ranged
 from forgekit.steps.totals import Totals, parameters_of
 from forgekit.tensors import local, wide
 

@@ -12,7 +12,7 @@ from torch.profiler import record_function
 
 import forgekit as fk
 from forgekit.metrics import Profile
-from forgekit.steps.ranges import named
+from forgekit.ranges import named
 
 
 def train(out, until, mesh=None, fail_at=None, **options):
