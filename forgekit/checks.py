@@ -117,7 +117,7 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
     Examples:
         >>> check_choice("method", "best", ["zigzag", "contiguous"])
         Traceback (most recent call last):
-        ValueError: method is 'best'; it is one of "zigzag", "contiguous".
+        ValueError: method is 'best'; it must be one of "zigzag", "contiguous".
     """
     if value not in (allowed := tuple(choices)):
         raise ValueError(f"{name} is {brief(value)}; it must be one of {quoted(allowed)}.")
@@ -254,7 +254,7 @@ def path_of(name: str, value: Any) -> Path:
     Examples:
         >>> path_of("out", "")
         Traceback (most recent call last):
-        ValueError: out is empty; name a file or folder. "." is the current folder.
+        ValueError: out is empty; pass a file or folder. "." is the current folder.
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):

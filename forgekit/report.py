@@ -13,6 +13,7 @@ from datetime import timedelta
 from html import escape
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -30,20 +31,22 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 LOSSES = "train/loss|eval/.+/loss"
-CHARTS = {
-    LOSSES: "Loss (nats per target)",
-    "train/lr": "Learning rate",
-    "train/grad_norm": "Gradient norm before clipping",
-    "grad_norm/.+": "Gradient norm by layer",
-    "perf/tokens_per_second.*": "Targets per second",
-    "perf/.*seconds.*": "Seconds per step",
-    "perf/mfu.*": "Model FLOP utilisation",
-    "memory/.+": "Memory (GiB)",
-    "source/.+/loss": "Loss by source (nats per target)",
-    "source/.+/targets": "Targets by source, per step",
-    "moe/[^/]+": "Routers of experts",
-    "step|samples|train/(loss_mean|targets|skipped.*|spikes)|eval/.+/(perplexity|targets)": "",
-}
+CHARTS = MappingProxyType(
+    {
+        LOSSES: "Loss (nats per target)",
+        "train/lr": "Learning rate",
+        "train/grad_norm": "Gradient norm before clipping",
+        "grad_norm/.+": "Gradient norm by layer",
+        "perf/tokens_per_second.*": "Targets per second",
+        "perf/.*seconds.*": "Seconds per step",
+        "perf/mfu.*": "Model FLOP utilisation",
+        "memory/.+": "Memory (GiB)",
+        "source/.+/loss": "Loss by source (nats per target)",
+        "source/.+/targets": "Targets by source, per step",
+        "moe/[^/]+": "Routers of experts",
+        "step|samples|train/(loss_mean|targets|skipped.*|spikes)|eval/.+/(perplexity|targets)": "",
+    }
+)
 """Patterns of metrics and the titles of their charts; all others get a chart each."""
 LOAD = "moe/load/"
 EMPTY = np.empty(0), np.empty(0)

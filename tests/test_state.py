@@ -38,7 +38,7 @@ def test_a_new_state_is_at_the_start():
 
 def test_a_state_has_the_fields_of_the_contract():
     contract = "model optimizer mesh step samples targets skipped loss_scale seed"
-    added = "good_steps recent skips average bad_since layout agreed_names saves steps"
+    added = "good_steps recent skips average bad_since layout agreed_names saves gradient_owner"
     assert [*contract.split(), *added.split()] == FIELDS
 
 

@@ -37,6 +37,7 @@ MAY_BE_INFINITE = ("max_norm", "data.temperature")
 
 def numbers_of(config):
     """Settings of each number that a recipe reads: below 0 and not finite."""
+    names = {key for key, *_ in keys_of(config)}
     for key, of, *_ in keys_of(config):
         kinds = {kind for kind in (int, float) if kind.__name__ in name_of(of).split()}
         is_table = name_of(of) == "dict[str, float]"
@@ -47,8 +48,9 @@ def numbers_of(config):
                 continue
             name = f"{key}.mail" if is_table else key
             section, _, inner = name.rpartition("[].")
-            given = f"{section}=[{{step=1,{inner}={value}}}]" if section else f"{name}={value}"
-            yield given.replace("step=1,step", "step")
+            first = "step" if f"{section}[].step" in names else "start"
+            given = f"{section}=[{{{first}=1,{inner}={value}}}]" if section else f"{name}={value}"
+            yield given.replace(f"{first}=1,{first}=", f"{first}=")
 
 
 SCALED = [f"model.rope_scaling.{p}" for p in ("kind=yarn", "factor=2", "original_max_seq_len=64")]

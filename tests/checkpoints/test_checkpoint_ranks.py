@@ -172,7 +172,9 @@ def _stream(rank, world, directory):
         state = fk.checkpoint_load(state, directory)
         with state.stream:
             assert go_on(state, 3) == following
-    with pytest.raises(fk.CheckpointError, match=r"rank 1: .* that of reader 1 of 2, and this is"):
+    with pytest.raises(
+        fk.CheckpointError, match=r"rank 1: .* the position belongs to reader 1 of 2, but this is"
+    ):
         fk.checkpoint_load(streaming(world, stream_of(0, world)), directory)
     with pytest.raises(fk.CheckpointError, match=r"rank 0: .* position is in other documents"):
         fk.checkpoint_load(streaming(world, stream_of(rank, world, seed=1)), directory)

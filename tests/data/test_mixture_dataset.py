@@ -79,13 +79,13 @@ def odd_rows(**tensors):
 
 ODD = {"a": odd_rows(x=torch.ones(2)), "b": odd_rows(x=torch.ones(3))}
 BAD = {
-    r"^the datasets have \{'a': 5\} rows; .* made for \{'a': 5, 'b': 5\}": lambda: mixed(
+    r"^the datasets have \{'a': 5\} rows; .* is for \{'a': 5, 'b': 5\}": lambda: mixed(
         {"a": 5, "b": 5}, a=rows(0, 5)
     ),
-    r'^source "b" has .*\[3\].*; source "a" has .*\[2\]': lambda: mixed(
+    r'^source "b" has .*\[3\].*, but source "a" .*\[2\]': lambda: mixed(
         {"a": 5, "b": 5}, **ODD
     ).__getitems__(range(9)),
-    '^rows have a "source"': lambda: mixed({"a": 5}, a=odd_rows(source=torch.ones(())))[0],
+    '^rows already have "source"': lambda: mixed({"a": 5}, a=odd_rows(source=torch.ones(())))[0],
 }
 
 

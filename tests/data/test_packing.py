@@ -303,10 +303,10 @@ BAD = {
     "length -2 must be at least 0": lambda: pack([1, -2], 8),
     "Cannot cast array data": lambda: pack([1.5], 8),
     "offsets of bins must go from 0": lambda: Bins([0, 1], [0, 2], [0, 0], [5, 2]),
-    "name 1 tokens from token 0 of document 5, which": bins_of([5], [0], [1]),
-    "name 3 tokens from token 0 of document 1": bins_of([0, 1], [0, 0], [3, 3]),
-    "name 2 tokens from token -1 of document 1": bins_of([1], [-1], [2]),
-    "name 0 tokens from token 0 of document 3": bins_of([3], [0], [0]),
+    "refer to 1 tokens from token 0 of document 5, which": bins_of([5], [0], [1]),
+    "refer to 3 tokens from token 0 of document 1": bins_of([0, 1], [0, 0], [3, 3]),
+    "refer to 2 tokens from token -1 of document 1": bins_of([1], [-1], [2]),
+    "refer to 0 tokens from token 0 of document 3": bins_of([3], [0], [0]),
 }
 
 

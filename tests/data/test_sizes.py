@@ -203,7 +203,7 @@ def refuse_length(_rank, _world, path):
     model = fk.Transformer(spec)
     state = lay_out(model, {"cp": 2})
     dataset = dataset_of(path, make_sizes(8, 12, [SizePhase(8, seq_len=6), SizePhase(16)]))
-    with pytest.raises(ValueError, match=r"6 positions, which 4 must divide"):
+    with pytest.raises(ValueError, match=r"sequence length 6 must be a multiple of 4"):
         check_length(state, dataset)
     check_length(
         state, dataset_of(path, make_sizes(8, 12, [SizePhase(8, seq_len=4), SizePhase(32)]))

@@ -302,7 +302,7 @@ def test_what_other_kinds_do_not_have_is_refused(tmp_path):
 
 def test_models_that_do_not_fit_are_refused(tmp_path):
     save_model("Mistral", tmp_path, **EVEN)
-    with pytest.raises(fk.CheckpointError, match="its model_type is 'mistral', this one's 'llama'"):
+    with pytest.raises(fk.CheckpointError, match="its model_type is 'mistral', not 'llama'"):
         fk.load_huggingface(build("Llama", "cpu"), tmp_path)
     model = build("Qwen3Moe", "meta")
     with pytest.raises(ValueError, match="no plan names the experts of Qwen3Moe"):

@@ -361,7 +361,7 @@ def test_sources_that_are_given_take_the_place_of_the_default_ones(tmp_path):
     given = [f"data.sources={{a='{a}', b='{b}'}}", f"data.path={tmp_path}", "data.seq_len=32"]
     config = recipe.load_config(recipe.Config, given)
     recipe.write_token_files(config.data, 300)
-    with pytest.raises(ValueError, match=r'^weights lack "a", "b"; give each'):
+    with pytest.raises(ValueError, match=r'^weights lack "a", "b"; pass one'):
         recipe.build_dataset(config.data, [], 0)
     config = recipe.load_config(recipe.Config, [*given, "data.weights={a=1,b=3}"])
     order = recipe.build_dataset(config.data, [], 0).order
