@@ -133,7 +133,7 @@ FAULTS = [
     Fault("a loaded state that acknowledges nothing", LIVES, UNTRAINED, "twice"),
     Fault("a bad step that keeps its rollouts", LIVES, KEPT, "lost"),
     Fault("a generator's repetition is another sample", LIVES, REPEATED, "twice"),
-    Fault("old weights under a new version", PUBLISHED, OLD, "apart on the probe"),
+    Fault("old weights under a new version", PUBLISHED, OLD, "nats on the probe"),
     Fault("half the tensors", PUBLISHED, HALF, "is of another model"),
-    Fault("a lost head", PUBLISHED, HEADLESS, r"has \['output.weight'\] besides"),
+    Fault("a lost head", PUBLISHED, HEADLESS, r"adds \['output.weight'\]"),
 ]
