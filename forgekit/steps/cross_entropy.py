@@ -204,7 +204,7 @@ class _LinearCrossEntropy(Function):
                 torch.mm(gradient, weight, out=grad_hidden[start : start + size])
             if grad_weight is not None:
                 part = keep_rows_(part.clone(), is_target)
-                _add_product(grad_weight, gradient, part, is_first=number == 0)
+                add_product(grad_weight, gradient, part, is_first=number == 0)
         each = torch.cat(losses) if losses[1:] else losses[0]
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.dtype = weight.dtype
@@ -299,7 +299,7 @@ def _gradient(
     return keep_rows_(p, is_target)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool = False) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool = False) -> None:
     """Add ``a.T @ b`` to a total in place; as the first, what the total holds is not read."""
     if total.dtype == a.dtype:
         total.addmm_(a.T, b, beta=0 if is_first else 1)

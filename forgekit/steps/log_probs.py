@@ -22,6 +22,7 @@ from forgekit.model.batch_invariant import (
 )
 from forgekit.steps.cross_entropy import (
     Columns,
+    add_product,
     apply_to_rows,
     check_projection,
     chunk_rows,
@@ -80,9 +81,7 @@ def linear_log_probs(
         tensor([[-1.3863,  0.0000]])
     """
     check_projection(hidden, weight, labels)
-    if not LEAST_TEMPERATURE <= temperature < math.inf:
-        rule = f"it must be finite and at least {LEAST_TEMPERATURE}"
-        raise ValueError(f"temperature is {temperature}; {rule}.")
+    check_temperature(temperature)
     hidden, weight, columns = take_projection(hidden, weight, vocab_size)
     if batch_invariant and columns is not None:
         refuse_batch_invariant("ranks share its vocabulary")
@@ -160,19 +159,18 @@ class _LinearLogProbs(Function):
             if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                add_product_(grad_weight, gradient, hidden[rows], is_target[rows])
+                part = keep_rows_(hidden[rows].clone(), is_target[rows])
+                add_product(grad_weight, gradient, part)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def add_product_(total: Tensor, gradient: Tensor, hidden: Tensor, is_target: Tensor) -> None:
-    """Add ``gradient.T @ hidden`` of the rows with a target to ``total``, ``[v d]``."""
-    part = keep_rows_(hidden.clone(), is_target)
-    if total.dtype == part.dtype:
-        total.addmm_(gradient.T, part)
-    else:
-        total += gradient.T @ part
+def check_temperature(temperature: float) -> None:
+    """Raise for what logits cannot be divided by."""
+    if not LEAST_TEMPERATURE <= temperature < math.inf:
+        rule = f"it must be finite and at least {LEAST_TEMPERATURE}"
+        raise ValueError(f"temperature is {temperature}; {rule}.")
 
 
 def chunks_of(hidden: Tensor, weight: Tensor) -> list[slice]:

@@ -19,13 +19,14 @@ from torch.autograd.function import Function, once_differentiable
 from forgekit.data.batch import IGNORED
 from forgekit.steps.cross_entropy import (
     Columns,
+    add_product,
     all_gather,
     apply_to_rows,
     check_projection,
     mask_padding_,
     take_projection,
 )
-from forgekit.steps.log_probs import LEAST_TEMPERATURE, add_product_, chunks_of
+from forgekit.steps.log_probs import check_temperature, chunks_of
 from forgekit.steps.losses import Loss, RowSums, keep_rows_
 from forgekit.tensors import wide
 
@@ -88,10 +89,9 @@ def sparse_kl(
             "be [b s k], the teacher's tokens and their log-probabilities."
         )
     check_projection(hidden, weight, ids[..., 0])
-    if not LEAST_TEMPERATURE <= temperature < math.inf:
-        raise ValueError(
-            f"temperature is {temperature}; it must be finite and at least {LEAST_TEMPERATURE}."
-        )
+    check_temperature(temperature)
+    if mask is not None and mask.shape != ids.shape[:-1]:  # it would be broadcast
+        raise ValueError(f"mask has shape {tuple(mask.shape)}; it must be {tuple(ids.shape[:-1])}.")
     tokens = vocab_size or weight.shape[0]
     is_target = ids[..., 0] != IGNORED
     is_target = is_target if mask is None else is_target & mask
@@ -211,7 +211,8 @@ class _OutcomeLogProbs(Function):
             if grad_hidden is not None:
                 torch.mm(gradient, weight, out=grad_hidden[rows])
             if grad_weight is not None:
-                add_product_(grad_weight, gradient, hidden[rows], is_target[rows])
+                part = keep_rows_(hidden[rows].clone(), is_target[rows])
+                add_product(grad_weight, gradient, part)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, None, None, None, None

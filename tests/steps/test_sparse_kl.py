@@ -175,6 +175,10 @@ BAD = {
     "twice": ({"ids": torch.tensor([[[3, 3]]])}, "a token twice"),
     "above one": ({"log_probs": torch.tensor([[[-0.1, -1.0]]])}, "sum above 1"),
     "k differs": ({"ids": torch.tensor([[[0]]])}, r"shape \(1, 1, 1\) and log_probs \(1, 1, 2\)"),
+    "mask": (
+        {"mask": torch.ones(1, dtype=torch.bool)},
+        r"mask has shape \(1,\); it must be \(1, 1\)",
+    ),
     "temperature": (
         {"temperature": 0.0},
         "temperature is 0.0; it must be finite and at least 1e-30",
@@ -194,7 +198,7 @@ def test_what_is_no_distribution_is_refused(case):
     with pytest.raises(ValueError, match=message):
         fk.sparse_kl(hidden, WEIGHT, **arguments)
     masked = torch.zeros(1, 1, dtype=torch.bool)
-    if case not in ("k differs", "temperature"):  # values at positions that do not count
+    if case not in ("k differs", "mask", "temperature"):  # values at positions that do not count
         assert fk.sparse_kl(hidden, WEIGHT, **arguments, mask=masked).sum == 0
 
 
