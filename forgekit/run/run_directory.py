@@ -155,8 +155,6 @@ class Run:
         check_connections()
         barrier("set-up is done", timeout_s=1800)  # ranks may take longer to read data and models
         flops = Flops.of(state.model).over_stages(state)
-        if self._mirror is not None:
-            self._mirror.go_to(state.step)
         log = MetricsLog(
             self.out,
             start_step=state.step,
@@ -251,8 +249,6 @@ class Run:
         state = roll_back(state, self.checkpoints, times=times)
         if self._loader is not None:
             self._loader.seek(state.samples, skip=state.skips)
-        if self._mirror is not None:
-            self._mirror.go_to(state.step)
         if self._log is not None:
             self._log.rewind(state)
         self._say(f"rolled back to step {state.step}")
@@ -286,8 +282,6 @@ class Run:
         self._note(state, ending, reason=stopped)
         self._remember(ending, state, reason=stopped)
         self._has_ended, self._is_stopped = True, bool(stopped)
-        if self._mirror is not None and not stopped:  # the page reads it as a whole
-            self._mirror.complete()
         after = f"after step {state.step}"
         if self._log is not None:
             self._log.status(f"stopped {after} ({stopped})" if stopped else f"finished {after}")

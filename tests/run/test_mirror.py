@@ -19,7 +19,6 @@ from forgekit.metrics.records import RowFile
 from forgekit.ranks import CheckpointError
 from forgekit.remote import urls
 from forgekit.remote.urls import Url, UrlError, fs_of
-from forgekit.run import mirror as mirror_module
 from forgekit.run.mirror import LARGE_BYTES, held_run, local_copy
 from forgekit.run.status import RunLockedError
 
@@ -49,11 +48,6 @@ def rows(folder, start=0):
     return closing(RowFile(folder, start))
 
 
-def rows_from(mirror, folder, start):
-    mirror.go_to(start)
-    return rows(folder, start)
-
-
 def write(file, *steps):
     for step in steps:
         file.write({"step": step, "train/loss": step / 3, "text": "x" * 40})
@@ -79,24 +73,22 @@ def test_a_fresh_folder_gets_what_the_run_had(memory, tmp_path):
         mirror.flush()
         assert ".lease" in objects(memory)
     content = (tmp_path / "a" / "metrics.jsonl").read_bytes()
-    assert objects(memory) == {**files, "metrics/000000000001-0.jsonl": content}
+    assert objects(memory) == {**files, "metrics.jsonl": content}
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "bad_steps.jsonl").write_bytes(b"left by a run that died here")
-    with opened(memory, tmp_path / "b") as mirror:
-        mirror.go_to(3)
+    with opened(memory, tmp_path / "b"):
         assert (tmp_path / "b" / "metrics.jsonl").read_bytes() == content
         assert (tmp_path / "b" / "config.json").read_bytes() == b"{}"
         assert not (tmp_path / "b" / "bad_steps.jsonl").exists()
     assert logged(memory) == ([1, 2, 3], content)
 
 
-def test_rows_are_appended_as_parts_and_none_is_lost_or_twice(memory, tmp_path, monkeypatch):
-    """Also a row that grows after the part before it was full, and after going back."""
-    monkeypatch.setattr(mirror_module, "PART_BYTES", 300)
+def test_rows_of_several_lives_are_there_once_each(memory, tmp_path):
+    """Also a row that grows after it was uploaded, and after going back."""
     for life, (start, end) in enumerate([(0, 8), (8, 12), (6, 7), (7, 16)]):
         folder = tmp_path / f"life-{life}"
         with opened(memory, folder) as mirror, ExitStack() as stack:
-            file = stack.enter_context(rows_from(mirror, folder, start))
+            file = stack.enter_context(rows(folder, start))
             for step in range(start + 1, end + 1):
                 write(file, step)
                 if step % 3 == 0:
@@ -104,34 +96,9 @@ def test_rows_are_appended_as_parts_and_none_is_lost_or_twice(memory, tmp_path, 
                 file.write({"step": step, "eval/loss": 1.5})
             if life == 1:  # rolled back while it runs
                 file.close()
-                with rows_from(mirror, folder, 3) as again:
+                with rows(folder, 3) as again:
                     write(again, *range(4, end + 1))
-            mirror.complete()
         assert logged(memory) == ([*range(1, end + 1)], (folder / "metrics.jsonl").read_bytes())
-    assert sum(name.startswith("metrics/") for name in objects(memory)) > 4
-
-
-def test_a_run_that_goes_on_fetches_one_part_and_the_rest_at_its_end(memory, tmp_path, monkeypatch):
-    monkeypatch.setattr(mirror_module, "PART_BYTES", 320)
-    with opened(memory, tmp_path / "a") as mirror, rows(tmp_path / "a") as file:
-        for step in range(1, 33):
-            write(file, step)
-            if step % 4 == 0:
-                mirror.flush()
-    whole, read, fetched = (tmp_path / "a" / "metrics.jsonl").read_bytes(), mirror_module._read, []
-    note = lambda fs, path: fetched.append(path) or read(fs, path)  # noqa: E731
-    monkeypatch.setattr(mirror_module, "_read", note)
-    with opened(memory, tmp_path / "b") as mirror:
-        local = tmp_path / "b" / "metrics.jsonl"
-        with rows_from(mirror, tmp_path / "b", 24) as file:
-            (part,) = [path for path in fetched if "metrics/" in path]
-            first, begins = map(int, part.rpartition("/")[2].removesuffix(".jsonl").split("-"))
-            assert 16 < first <= 24
-            assert local.read_bytes()[: begins - 1] == bytes(begins - 1)
-            write(file, 25)
-        mirror.complete()
-        assert whole.startswith(local.read_bytes())
-    assert logged(memory)[0] == [*range(1, 26)]
 
 
 @pytest.mark.parametrize("fault", some_of(FAULTS, *{*FAULTS} - {"torn"}))
