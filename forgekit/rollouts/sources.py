@@ -6,13 +6,11 @@ when no more will come. What a message holds is up to the function that builds b
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import json
 import logging
 import queue
-import threading
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
@@ -278,14 +276,13 @@ class RedisSource:
     def _look_back(self) -> Message | None:
         """Return this consumer's next message that is neither held here nor acknowledged."""
         while self._looked_back is not None:
-            held = {*self._held}  # before the request: another thread may acknowledge some
             entries = self._entries(self._looked_back, count=64)
             self._looked_back = None
             for id_, fields in entries:
                 self._looked_back = id_
                 if not fields:  # deleted by hand
                     self.acknowledge([id_])
-                elif id_ not in held:
+                elif id_ not in self._held:
                     return self._hold(id_, fields)
         return None
 
@@ -323,78 +320,6 @@ class RedisSource:
         except self._away as error:
             raise ConnectionError(f"{self!r} cannot be reached: {error}") from error
         self._held.difference_update(ids)
-
-
-class Prefetched:
-    """A source read ahead by a thread, up to a number of messages.
-
-    What was read and not handed out when the process dies was not acknowledged.
-    """
-
-    def __init__(self, source: Source, most: int) -> None:
-        self.has_ended = False
-        self._source = source
-        self._ready: queue.Queue[Message | BaseException | None] = queue.Queue()
-        self._room = threading.Semaphore(most)
-        self._is_closed = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def __repr__(self) -> str:
-        return repr(self._source)
-
-    def read(self, timeout_s: float) -> Message | None:
-        """Wait for the thread's next message, or its exception."""
-        if self._thread is None and not self.has_ended:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            atexit.register(self._end)
-            self._thread.start()
-        try:
-            message = None if self.has_ended else self._ready.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        self._room.release()
-        self.has_ended = message is None
-        if isinstance(message, BaseException):
-            self._thread = None  # ended; the next read starts anew
-            raise message
-        return message
-
-    def acknowledge(self, ids: Sequence[str]) -> None:
-        """Pass on."""
-        self._source.acknowledge(ids)
-
-    def set_aside(self, message: Message, problem: str) -> None:
-        """Pass on."""
-        self._source.set_aside(message, problem)
-
-    def close(self) -> None:
-        """End the thread after its current read."""
-        self._is_closed.set()
-
-    def _end(self) -> None:
-        """Join the thread at exit: ending it inside C++, such as torch's, would abort."""
-        self.close()
-        if self._thread is not None:
-            self._thread.join(5 * LOOK_S)
-
-    def _run(self) -> None:
-        while not self._is_closed.is_set():
-            if not self._room.acquire(timeout=LOOK_S):
-                continue
-            message = None
-            try:
-                while message is None and not self._source.has_ended:
-                    message = self._source.read(LOOK_S)
-                    if self._is_closed.is_set():
-                        break
-            except BaseException as error:
-                message = error
-            if not isinstance(message, Message):
-                atexit.unregister(self._end)  # before a reader can start another thread
-                self._ready.put(message)
-                return
-            self._ready.put(message)
-        atexit.unregister(self._end)
 
 
 def _encode(content: Any) -> str:

@@ -23,7 +23,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from forgekit.parallel.agreement import exchange
 from forgekit.ranks import explain
 from forgekit.rollouts.batch import join_rollouts
 from forgekit.rollouts.sharing import Sharing
-from forgekit.rollouts.sources import LOOK_S, Message, Prefetched, RedisSource, as_source
+from forgekit.rollouts.sources import LOOK_S, Message, RedisSource, as_source
 from forgekit.state import TrainState
 from forgekit.tensors import HostCopy
 
@@ -93,7 +93,6 @@ class RolloutStream:
             source of each, which must give them the same messages: a model that generates here on
             all of them does.
         start: ``state.samples`` where the stream begins.
-        prefetch: Messages that a thread reads ahead at most; 0 is strictly lazy.
         stop: The run's ``StopSignal``.
         timeout_s: Seconds to wait for a message that can be trained.
         attempts: Bad steps after which a message is set aside.
@@ -126,17 +125,11 @@ class RolloutStream:
         mesh: DeviceMesh | None = None,
         shared: bool = True,
         start: int = 0,
-        prefetch: int = 0,
         stop: Stop | None = None,
         timeout_s: float = 600.0,
         attempts: int = 3,
     ) -> None:
-        check_integers(
-            batch_size=(batch_size, 1),
-            start=(start, 0),
-            prefetch=(prefetch, 0),
-            attempts=(attempts, 1),
-        )
+        check_integers(batch_size=(batch_size, 1), start=(start, 0), attempts=(attempts, 1))
         check_numbers(timeout_s=(timeout_s, 0))
         self.rank, self.world = data_ranks(mesh)
         self.samples = start
@@ -148,8 +141,6 @@ class RolloutStream:
         self._source = as_source(source) if self._sharing.is_first else None
         if isinstance(self._source, RedisSource):
             self._source.consumer = f"rank{self.rank}"
-        if prefetch and self._source is not None:
-            self._source = Prefetched(self._source, prefetch)
         self._batch_size, self._to_batch = batch_size, to_batch
         self._stop, self._timeout_s, self._attempts = stop, timeout_s, attempts
         self._last: TensorDict | None = None
@@ -202,17 +193,6 @@ class RolloutStream:
         self._taken = []
         self._last = batch
         return self._with_staleness(batch)
-
-    def close(self) -> None:
-        """Stop the read-ahead thread."""
-        if isinstance(self._source, Prefetched):
-            self._source.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _next(self, began: float) -> TensorDict | None:
         """Wait for the next micro-batch, with the ranks that share it; None at the end."""

@@ -66,18 +66,6 @@ def saves(mesh, other):
     fk.checkpoint_save(state, "checkpoints", before_commit=lambda: time.sleep(0.3))
 
 
-def reads(mesh, other):
-    """End while a thread samples ahead, in C++ of torch's nearly all the time."""
-
-    def samples():
-        yield {"prompts": [[5]], "ids": [[5, 7]], "log_probs": [[-0.5]], "rewards": [1.0]}
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
-            torch.stack([torch.ones(200_000)] * 8)
-
-    next(fk.RolloutStream(samples(), prefetch=1))
-
-
 def threads():
     """Names of the threads of process groups and stores."""
     names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]

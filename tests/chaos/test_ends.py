@@ -44,11 +44,6 @@ def test_a_collective_that_never_ends_holds_up_no_process(end, code, tmp_path):
         assert job.output.count("flushed") == job.output.count("handled") == 2
 
 
-def test_a_thread_that_samples_ahead_ends_before_the_interpreter(tmp_path):
-    with launch(ENDS, ["reads", "shutdown"], log=tmp_path / "log", ranks=2) as job:
-        assert codes(job) == [3, 3], job.output
-
-
 def test_the_end_of_the_groups_waits_for_a_save(tmp_path):
     place = {"log": tmp_path / "log", "cwd": tmp_path}
     with launch(ENDS, ["saves", "shutdown"], ranks=2, **place) as job:

@@ -55,16 +55,14 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("kind", SOURCES)
-def test_every_source_hands_out_each_message_once_and_in_order(kind, prefetch):
-    with RolloutStream(SOURCES[kind](7), batch_size=2, prefetch=prefetch) as stream:
-        assert [numbers(batch) for batch in stream] == [[0, 1], [2, 3], [4, 5], [6]]
+def test_every_source_hands_out_each_message_once_and_in_order(kind):
+    stream = RolloutStream(SOURCES[kind](7), batch_size=2)
+    assert [numbers(batch) for batch in stream] == [[0, 1], [2, 3], [4, 5], [6]]
     assert stream.samples == 8
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
-def test_messages_of_a_function_may_be_anything_but_none_and_it_may_be_asked_again(prefetch):
+def test_messages_of_a_function_may_be_anything_but_none_and_it_may_be_asked_again():
     """An array that is compared with None is an array."""
     replies: list[Any] = [np.arange(3), TimeoutError("busy"), np.zeros(2), None, np.ones(1)]
 
@@ -73,7 +71,7 @@ def test_messages_of_a_function_may_be_anything_but_none_and_it_may_be_asked_aga
             raise replies.pop(0)
         return replies.pop(0)
 
-    stream = RolloutStream(reply, to_batch=joined, prefetch=prefetch, timeout_s=5)
+    stream = RolloutStream(reply, to_batch=joined, timeout_s=5)
     assert next(stream)["labels"].tolist() == [[0, 1, 2]]
     with pytest.raises(TimeoutError, match="busy"):
         next(stream)
@@ -106,14 +104,6 @@ def test_no_message_is_made_before_its_micro_batch_is_due():
 
     train(RolloutStream(source, batch_size=2), 3, loss, steps=2)
     assert seen == [2, 4, 6, 8, 10, 12]
-
-
-def test_a_thread_reads_ahead_no_more_than_it_may():
-    made, source = counted()
-    with RolloutStream(source, prefetch=3) as stream:
-        next(stream)
-        time.sleep(0.2)
-        assert made == [0, 1, 2, 3]
 
 
 def test_tensors_and_bits_survive_the_way_through_redis_and_a_key_is_put_once():
@@ -184,20 +174,6 @@ def test_a_lost_reply_is_read_again():
     stream = RolloutStream(source)
     assert numbers(next(stream)) == [1]
     assert numbers(next(stream)) == [0]
-
-
-def test_what_is_acknowledged_while_a_thread_looks_back_is_not_read_again(monkeypatch):
-    redis = filled(1)
-    source, reply = RedisSource(redis), redis.xreadgroup
-    (first,) = filter(None, (source.read(0.01) for _ in range(2)))
-
-    def then_acknowledged(*arguments: Any, **options: Any) -> Any:
-        rows = reply(*arguments, **options)
-        source.acknowledge([first.id])
-        return rows
-
-    monkeypatch.setattr(redis, "xreadgroup", then_acknowledged)
-    assert source.read(0.01) is None
 
 
 def test_what_could_not_be_set_aside_comes_again():
