@@ -28,11 +28,10 @@ def write_lines(file: Path, count: int = 400, broken: int = 97) -> list[str]:
 
 
 def small_steps(monkeypatch: Any, part: int = 2000) -> None:
-    """Many batches, parts and reports of progress on little text."""
+    """Many batches and parts on little text."""
     monkeypatch.setattr(encoding, "AT_ONCE", 2000)
     monkeypatch.setattr(encoding, "PIECE", 500)
     monkeypatch.setattr(prepare_corpus, "PART_BYTES", part)
-    monkeypatch.setattr(prepare_corpus, "REPORT_BYTES", 500)
 
 
 def content_of(folder: Path) -> dict[Path, bytes]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,17 +48,16 @@ def _prepare(options: argparse.Namespace) -> int:
             plural = "s" if kinds.total() != 1 else ""
             counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
             tell(f"{kinds.total():,} file{plural}: {counts}")
-        with _progress() as progress:
-            prepared = prepare(
-                documents,
-                options.out,
-                vocab_size=options.vocab,
-                held_out_every=options.held_out_every,
-                progress=progress,
-                tokenizer=options.tokenizer,
-                eos_token=options.eos_token,
-                workers=options.workers,
-            )
+        prepared = prepare(
+            documents,
+            options.out,
+            vocab_size=options.vocab,
+            held_out_every=options.held_out_every,
+            progress=lambda parts: tell(f"part {parts} of the tokens is written"),
+            tokenizer=options.tokenizer,
+            eos_token=options.eos_token,
+            workers=options.workers,
+        )
     except (ValueError, OSError, ImportError) as error:
         raise UsageError(str(error)) from None
     except KeyboardInterrupt:
@@ -105,22 +101,3 @@ def _documents(options: argparse.Namespace) -> Documents:
         text_key=options.text_key,
         errors=errors,
     )
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Build a callback (stage, done, total bytes): bars on a terminal, else a line per stage."""
-    from rich.console import Console
-    from rich.progress import Progress
-
-    tasks: dict[str, Any] = {}
-
-    def show(stage: str, done: int, total: int) -> None:
-        if stage not in tasks:
-            tasks[stage] = bars.add_task(stage, total=None)
-            if bars.disable:
-                tell(f"{stage}: reading {f'{total / 1e6:.1f} MB of ' if total else ''}text")
-        bars.update(tasks[stage], completed=done, total=total or None)
-
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars:
-        yield show

@@ -47,14 +47,12 @@ class Record:
         name: Where it was found, for error messages: a file, a line, a row.
         content: Its text, or its token ids, ``[s]`` int64; None if it is broken.
         after: The position after it; a JSON value that only its source interprets.
-        done: Bytes of the source read so far, for progress; 0 if unknown.
         problem: Why it could not be read. Only sources with ``errors="skip"`` yield such records.
     """
 
     name: str
     content: Content | None
     after: Any
-    done: int = 0
     problem: str | None = None
 
 
@@ -68,7 +66,7 @@ class Documents(Protocol):
 
     @property
     def size(self) -> int | None:
-        """Bytes to read in all, for progress; None if unknown."""
+        """Bytes to read in all, of which a tokenizer reads a sample; None if unknown."""
         ...
 
     def read(self, position: Any = None, *, part: int = 0, parts: int = 1) -> Iterator[Record]:
@@ -149,7 +147,7 @@ class NumberedDocuments:
     count: int
     ids_of: Callable[[int], NDArray[np.int64]] = attrs.field(repr=False)
 
-    size = None  # only texts have their progress shown
+    size = None
 
     def __iter__(self) -> Iterator[NDArray[np.int64]]:
         return map(self.ids_of, range(self.count))
@@ -306,7 +304,7 @@ class HuggingFaceDocuments:
                 if since > read and not (by_rows and (row - 1) % parts != part):
                     name = f"row {row - 1}{suffix}"
                     load = partial(check_cell, name, self.text_key, text)
-                    yield name, load, [row, state, since], 0
+                    yield name, load, [row, state, since]
             read, since, state = max(0, read - since), 0, rows.state_dict()
 
 
@@ -340,8 +338,8 @@ def _chain(examples: Any) -> Iterator[str]:
             yield from _chain(each)
 
 
-Located: TypeAlias = "tuple[str, Callable[[], str], Any, int]"
-"""A document's name, what reads its text, the position after it, and the bytes up to there."""
+Located: TypeAlias = "tuple[str, Callable[[], str], Any]"
+"""A document's name, what reads its text, and the position after it."""
 
 
 def read_texts(located: Iterable[Located], errors: Errors) -> Iterator[Record]:
@@ -351,7 +349,7 @@ def read_texts(located: Iterable[Located], errors: Errors) -> Iterator[Record]:
         located: The documents. Only a ValueError of what reads a text makes a document broken.
         errors: See ``text_documents``.
     """
-    for name, read, after, done in located:
+    for name, read, after in located:
         try:
             text, problem = read(), None
         except ValueError as error:
@@ -359,7 +357,7 @@ def read_texts(located: Iterable[Located], errors: Errors) -> Iterator[Record]:
                 raise
             text, problem = None, str(error)
         if problem or (text and not text.isspace()):
-            yield Record(name, text, after, done, problem)
+            yield Record(name, text, after, problem)
 
 
 def check_cell(name: str, key: str, value: Any) -> str:

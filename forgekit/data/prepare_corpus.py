@@ -58,7 +58,6 @@ from forgekit.files import atomic_directory, write_atomic
 from forgekit.hashing import digest, hash_integers
 from forgekit.terminal import printable
 
-Progress: TypeAlias = Callable[[str, int, int], None]
 Labelled: TypeAlias = "list[tuple[bool, str]]"
 """Texts, and whether each is held out."""
 
@@ -69,9 +68,6 @@ PART_BYTES = 2**26
 
 Up to three parts per worker are in memory: read, waiting and being encoded.
 """
-
-REPORT_BYTES = 2**18
-"""Bytes that are read between two reports of progress."""
 
 log = logging.getLogger("forgekit")
 
@@ -104,7 +100,7 @@ def prepare(
     *,
     vocab_size: int = 4096,
     held_out_every: int = 20,
-    progress: Progress | None = None,
+    progress: Callable[[int], None] | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     eos_token: str | None = None,
     sample_bytes: int = 2**28,
@@ -130,9 +126,7 @@ def prepare(
             the new one is complete. A killed call's finished parts are used.
         vocab_size: Number of tokens, the end of text included, of a tokenizer that is trained here.
         held_out_every: One document in so many is held out.
-        progress: Called as ``progress(task, done, total)``, in bytes of the source; a total of 0 is
-            unknown. The task is ``"tokenizer"``, then ``"tokens"``; then with ``workers`` from
-            another thread.
+        progress: Called with the number of parts that this call has written, each of 64 MB of text.
         tokenizer: Use this ``tokenizer.json``, or that of a model's directory, instead of training
             one; its truncation and padding are switched off.
         eos_token: The token that closes each document; by default the one that the settings beside
@@ -168,14 +162,14 @@ def prepare(
     facts = [*settings, given and given.to_str(), documents.fingerprint]
     begin = [] if given is None else beginning_ids(given)
     made_from = digest([*facts, begin] if begin else facts)
-    texts = TextReader(documents, held_out_every, progress or (lambda *_: None))
+    texts = TextReader(documents, held_out_every)
     prepared = _open_made(out, made_from)
     if prepared is not None and (texts.may_skip or not prepared.broken):
         return prepared
     with atomic_directory(out, is_replaceable=_is_prepared, key=made_from[:12]) as folder:
         learnt = _tokenizer(folder, texts, given, vocab_size, sample_bytes)
         sizes = {"vocab_size": vocabulary_size(learnt), "eos_id": token_id(learnt, eos_token)}
-        parts = _write_parts(folder, texts, workers)
+        parts = _write_parts(folder, texts, workers, progress or (lambda _: None))
         end = _Position(**_facts_of(parts[-1])["end"])
         for problem in end.problems:
             log.warning("left out: %s", printable(problem))
@@ -211,16 +205,15 @@ class TextReader:
 
     documents: Documents
     held_out_every: int
-    report: Progress
 
     @property
     def may_skip(self) -> bool:
         """Whether broken documents may be left out, or are fatal."""
         return getattr(self.documents, "errors", "raise") == "skip"
 
-    def read(self, task: str, start: _Position) -> Iterator[tuple[_Position, Labelled]]:
+    def read(self, start: _Position) -> Iterator[tuple[_Position, Labelled]]:
         """Yield the position after each document, and its texts."""
-        at, total, reported, characters = start, self.documents.size or 0, -REPORT_BYTES, 0
+        at = start
         for record in self.documents.read(start.after):
             texts: Labelled = []
             at = attrs.evolve(at, after=record.after)
@@ -230,21 +223,15 @@ class TextReader:
             else:
                 text: Any = record.content
                 at = attrs.evolve(at, documents=at.documents + 1)
-                characters += len(text)
                 texts = self._split(text, at.documents)
-            done = record.done if total else characters
-            if done - reported >= REPORT_BYTES:
-                self.report(task, done, total)
-                reported = done
             yield at, texts
-        self.report(task, total or characters, total)
 
     def sample(self, limit: int) -> Iterator[str]:
         """Yield training texts of ``limit`` characters in all, from all over a larger source."""
         size = self.documents.size or 0
         # Each document is drawn by a hash of its number, with probability limit / size.
         threshold = 2**64 * limit // max(size, limit)
-        for position, texts in self.read("tokenizer", _Position()):
+        for position, texts in self.read(_Position()):
             is_drawn = size <= limit or int(hash_integers(position.documents)) < threshold
             for text in (text for is_held_out, text in texts if is_drawn and not is_held_out):
                 yield text[:limit]
@@ -267,12 +254,15 @@ class TextReader:
         return sum(1 for _ in itertools.islice(texts, self.held_out_every)) < self.held_out_every
 
 
-def _write_parts(folder: Path, texts: TextReader, workers: int) -> list[Path]:
+def _write_parts(
+    folder: Path, texts: TextReader, workers: int, progress: Callable[[int], None]
+) -> list[Path]:
     """Write all parts that are not there yet, several at a time; return the files of all."""
     (folder / PARTS).mkdir(exist_ok=True)
     write, unwritten = _PartWriter(folder / TOKENIZER), _unwritten(folder / PARTS, texts)
-    for _ in compute_ahead(write, unwritten, workers=workers, processes=workers > 0):
-        pass
+    written = compute_ahead(write, unwritten, workers=workers, processes=workers > 0)
+    for number, _ in enumerate(written, start=1):
+        progress(number)
     return sorted(folder.glob(f"{PARTS}/*.npz"))
 
 
@@ -295,7 +285,7 @@ def _unwritten(folder: Path, texts: TextReader) -> Iterator[_Part]:
             position, is_last = _Position(**facts["end"]), facts["is_last"]
             reader = None  # the next one begins behind this part
             continue
-        reader = reader or texts.read("tokens", position)
+        reader = reader or texts.read(position)
         content: Labelled = []
         size, is_last = 0, True
         for position, of_document in reader:  # noqa: B007

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import hashlib
-import itertools
 import json
 import os
 import re
@@ -144,20 +143,18 @@ class TextDocuments:
 
     def _locate(self, position: Any, part: int, parts: int) -> Iterator[Located]:
         first, within, number, seen = position or (0, 0, 0, 0)
-        begins = [0, *itertools.accumulate(file.stat().st_size for file in self.files)]
         at = within, number
         for index, file in enumerate(self.files[first:], start=first):
-            for name, read, after, done in _located(file, at, self.text_key):
+            for name, read, after in _located(file, at, self.text_key):
                 is_mine, seen = seen % parts == part, seen + 1
                 if is_mine:
-                    bytes_read = min(begins[index] + done, begins[index + 1])
-                    yield name, read, [index, *after, seen], bytes_read
+                    yield name, read, [index, *after, seen]
             at = 0, 0
 
 
 def json_objects(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield name and record of each line of JSON, element of an array, or row of parquet."""
-    for name, read, *_ in _located(file, (0, 0), None):
+    for name, read, _ in _located(file, (0, 0), None):
         record: Any = read()
         if not isinstance(record, dict):
             raise ValueError(f"{name} is {brief(record)}; it must be a JSON object.")
@@ -207,7 +204,7 @@ def _located(file: File, at: At, key: str | None) -> Iterator[Located]:
         def read() -> str:
             raise damage
 
-        yield str(file), read, (DAMAGED, 0), file.stat().st_size
+        yield str(file), read, (DAMAGED, 0)
 
 
 def _intact(file: File, at: At, key: str | None) -> Iterator[Located]:
@@ -224,7 +221,7 @@ def _intact(file: File, at: At, key: str | None) -> Iterator[Located]:
                 yield from (_array if kind == "JSON array" else _lines)(file, stream, at, key)
                 return
     if key is not None and not at[0]:
-        yield str(file), partial(_text_of_file, file, key), (1, 1), file.stat().st_size
+        yield str(file), partial(_text_of_file, file, key), (1, 1)
 
 
 def _lines(file: File, lines: BinaryIO, at: At, key: str | None) -> Iterator[Located]:
@@ -234,12 +231,12 @@ def _lines(file: File, lines: BinaryIO, at: At, key: str | None) -> Iterator[Loc
         position, number = position + len(line), number + 1
         if line.removeprefix(codecs.BOM_UTF8).strip():
             name = f"{file}:{number}"
-            yield name, partial(_record, line, name, key), (position, number), position
+            yield name, partial(_record, line, name, key), (position, number)
 
 
 def _array(file: File, stream: BinaryIO, at: At, key: str | None) -> Iterator[Located]:
     """Locate the elements of an array; its text is in memory as a whole, its values are not."""
-    text, size = stream.read().decode("utf-8-sig"), file.stat().st_size
+    text = stream.read().decode("utf-8-sig")
     begins, follows = re.compile(r"\s*\[\s*"), re.compile(r"\s*(,\s*(?!\])|(?=\]))")
     position, number = at if at[0] else (begins.match(text).end(), 0)  # pyright: ignore[reportOptionalMemberAccess]
     while not text.startswith("]", position):
@@ -249,19 +246,19 @@ def _array(file: File, stream: BinaryIO, at: At, key: str | None) -> Iterator[Lo
         position, name = behind.end(), f"{file}[{number}]"
         number += 1
         read = partial(_record, text[first:end].encode(errors="surrogatepass"), name, key)
-        yield name, read, (position, number), size * position // len(text)
+        yield name, read, (position, number)
     if text[position + 1 :].strip():
         raise json.JSONDecodeError("Expecting ']' at the end", text, position)
 
 
 def _rows(file: File, position: int, key: str | None) -> Iterator[Located]:
-    parquet, size = require("pyarrow.parquet", extra="data"), file.stat().st_size
+    parquet = require("pyarrow.parquet", extra="data")
     is_local = isinstance(file, Path)
     source, options = file if is_local else file.open(), {"page_checksum_verification": True}
     with parquet.ParquetFile(source, memory_map=is_local, **options) as table:
         if key is not None:
             check_column(str(file), key, table.schema_arrow.names)
-        columns, first, rows = key and [key], 0, table.metadata.num_rows
+        columns, first = key and [key], 0
         for group in range(table.num_row_groups):
             last = first + table.metadata.row_group(group).num_rows
             if position < last:  # a larger group is read in pieces
@@ -271,7 +268,7 @@ def _rows(file: File, position: int, key: str | None) -> Iterator[Located]:
                         name, read = f"{file}[{row}]", cells.copy
                         if key is not None:
                             read = partial(check_cell, name, key, cells[key])
-                        yield name, read, (row + 1,) * 2, size * (row + 1) // rows
+                        yield name, read, (row + 1,) * 2
                     first += batch.num_rows
             first = last
 

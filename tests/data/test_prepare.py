@@ -41,10 +41,10 @@ def texts_of(file, tokenizer):
 
 
 def test_every_nth_document_is_held_out_and_nothing_is_prepared_twice(source, tmp_path):
-    stages = []
+    parts = []
 
     def again(documents=source, vocab_size=300):
-        options = {"held_out_every": 3, "progress": lambda *to: stages.append(to)}
+        options = {"held_out_every": 3, "progress": parts.append}
         return prepare(documents, tmp_path / "out", vocab_size=vocab_size, **options)
 
     made = again()
@@ -57,12 +57,11 @@ def test_every_nth_document_is_held_out_and_nothing_is_prepared_twice(source, tm
         assert file.metadata["text_bytes"] == size
         assert token_dataset(file, 8).bytes_per_token == size / file.tokens
         assert (file.vocab_size, file.eos_id) == (300, 0)
-    assert {stage for stage, _, _ in stages} == {"tokenizer", "tokens"}
-    assert all(0 <= done <= total for _, done, total in stages)
+    assert parts == [1]
     before = content_of(tmp_path / "out")
-    stages.clear()
+    parts.clear()
     assert not again().is_new
-    assert not stages
+    assert not parts
     assert content_of(tmp_path / "out") == before
     assert again(vocab_size=301).is_new
     os.utime(source / "bread.md", ns=(1, 1))
@@ -86,11 +85,11 @@ def test_few_documents_are_cut_at_a_line_and_nothing_is_lost(tmp_path):
 
 
 def _killed(rank, world, source, out, vocab_size, after):
-    """Prepare in a child that dies at a report of progress beyond so much of the second stage."""
+    """Prepare in a child that dies when it has written so many parts."""
     small_steps(mock.Mock(setattr=setattr))
 
-    def report(stage, done, total):
-        if stage == "tokens" and done >= after:
+    def report(parts):
+        if parts == after:
             os.kill(os.getpid(), signal.SIGKILL)
 
     if (child := os.fork()) == 0:
@@ -115,8 +114,8 @@ def test_a_kill_leaves_the_old_one_and_the_next_call_goes_on(tmp_path, monkeypat
     skipping = text_documents(file, errors="skip")
     prepare(skipping, out, vocab_size=299)
     before = content_of(out)
-    kill(file, out, 300, 10_000)
-    kill(file, out, 300, 30_000)
+    kill(file, out, 300, 3)
+    kill(file, out, 300, 8)
     assert content_of(out) == before
     # A finished part hides no fatal line, and parts may be finished out of turn.
     with pytest.raises(ValueError, match=r"a.jsonl:98 cannot be read"):
@@ -125,17 +124,13 @@ def test_a_kill_leaves_the_old_one_and_the_next_call_goes_on(tmp_path, monkeypat
         prepare(file, out, vocab_size=100)
     (left,) = left_by(out)
     (left / "parts" / "000002.npz").unlink()
-    reports = []
-    made = {"vocab_size": 300, "progress": lambda *report: reports.append(report)}
-    assert prepare(skipping, out, **made).broken == 4
-    assert reports[0][0] == "tokens"
-    assert 4000 < reports[0][1] < 10_000
-    assert reports[-1][1] - reports[0][1] > 40_000
-    assert len(reports) < 80
-    prepare(skipping, tmp_path / "fresh", vocab_size=300)
+    parts, all_parts = [], []
+    assert prepare(skipping, out, vocab_size=300, progress=parts.append).broken == 4
+    prepare(skipping, tmp_path / "fresh", vocab_size=300, progress=all_parts.append)
+    assert 10 < len(parts) == len(all_parts) - 10
     assert content_of(out) == content_of(tmp_path / "fresh")
     open_tokens(out, verify=True)
-    kill(file, out, 302, 0)
+    kill(file, out, 302, 1)
     assert left_by(out)
     prepare(skipping, out, vocab_size=301)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "fresh", "out"]
@@ -203,7 +198,7 @@ def test_broken_documents_are_left_out_as_asked_counted_and_named(tmp_path, capl
 def test_the_tokenizer_learns_from_a_sample_all_over_the_training_documents(tmp_path):
     texts = write_lines(tmp_path / "a.jsonl", count=1000, broken=10**6)
     train = [text for number, text in enumerate(texts, start=1) if number % 20]
-    reader = prepare_corpus.TextReader(text_documents(tmp_path / "a.jsonl"), 20, lambda *_: None)
+    reader = prepare_corpus.TextReader(text_documents(tmp_path / "a.jsonl"), 20)
     sample = list(reader.sample(10_000))
     assert 5_000 < sum(map(len, sample)) <= 10_000
     places = [train.index(text) for text in sample[:-1]]
@@ -237,7 +232,7 @@ def test_a_tokenizer_that_is_given_is_used_without_its_limits_and_texts_stay_tex
 
 
 def test_one_process_at_a_time_prepares_a_folder_and_foreign_files_stay(source, tmp_path):
-    def meanwhile(stage, done, total):
+    def meanwhile(_parts):
         with pytest.raises(FileExistsError, match=r"another process is writing .*/out. Wait"):
             prepare(source, tmp_path / "out", vocab_size=300)
 
