@@ -133,16 +133,7 @@ def write_report(run: PathLike, out: PathLike | None = None) -> Path:
 
 def plot_losses(metrics_path: PathLike, png_path: PathLike) -> Path:
     """Draw the losses and the learning rate of a ``metrics.jsonl`` into a PNG file."""
-    return _plot(metrics_path, png_path, f"{LOSSES}|train/lr")
-
-
-def plot_expert_loads(metrics_path: PathLike, png_path: PathLike) -> Path:
-    """Draw each expert's load in a ``metrics.jsonl``, a chart per layer, into a PNG file."""
-    return _plot(metrics_path, png_path, f"{LOAD}.+")
-
-
-def _plot(metrics_path: PathLike, png_path: PathLike, wanted: str) -> Path:
-    run = Run.read(Path(metrics_path))
+    run, wanted = Run.read(Path(metrics_path)), f"{LOSSES}|train/lr"
     if not any(re.fullmatch(wanted, name) for name in run.columns):
         raise ValueError(f"{metrics_path} has no values of {wanted} to draw.")
     write_atomic(png_path, _draw(run, wanted, "png"))
@@ -154,8 +145,7 @@ def wrap_up(state: TrainState, out: PathLike, tokens: Location, *, prompt: str) 
 
     What cannot be made, because a package is not installed, the disk is full or there is no loss to
     draw, is left out with its reason: a run that has ended well must not fail because of a picture.
-    Every rank calls it; the first one writes ``samples/``, ``loss.png``, ``report.html`` and, where
-    loads were logged, ``expert_loads.png``.
+    Every rank calls it; the first one writes ``samples/``, ``loss.png`` and ``report.html``.
 
     Args:
         state: The last state.
@@ -177,10 +167,6 @@ def wrap_up(state: TrainState, out: PathLike, tokens: Location, *, prompt: str) 
         )
     if process_rank() == 0:
         parts["loss curve: "] = lambda: plot_losses(metrics, out / "loss.png")
-        if any(name.startswith(LOAD) for name in Run.read(out).columns):
-            parts["loads of experts: "] = lambda: plot_expert_loads(
-                metrics, out / "expert_loads.png"
-            )
         parts["report: "] = lambda: write_report(out)
     lines = []
     for head, make in parts.items():
