@@ -147,13 +147,13 @@ def test_prepare_says_where_things_are_and_how_big(texts, here, capsys):
     assert first == f"training   tokens  {size}"
     assert second.startswith("held out   tokens/heldout  2 documents, ")
     assert third == f"tokenizer  tokens/tokenizer.json  {train.vocab_size} tokens"
-    assert shown.err.splitlines() == ["10 files: 10 text", "part 1 of the tokens is written"]
+    assert shown.err == "part 1 of the tokens is written\n"
     assert main(["prepare", str(texts), *arguments]) == 0
     again = "tokens was made from the same files before and stays unchanged."
     assert capsys.readouterr().out.splitlines()[0] == again
 
 
-def test_prepare_says_what_files_of_each_kind_are_read_as(here, capsys):
+def test_prepare_reads_files_of_each_kind(here):
     from datasets import Dataset
 
     said, folder = json.dumps({"text": "the cat and the dog, many times"}), Path("many")
@@ -166,10 +166,7 @@ def test_prepare_says_what_files_of_each_kind_are_read_as(here, capsys):
         (folder / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
     Dataset.from_list([json.loads(said)] * 3).to_parquet(folder / "l.parquet")
     files = sorted(map(str, folder.iterdir()))
-    capsys.readouterr()
     assert main(["prepare", *files, "--out", "tokens", "--vocab", "300"]) == 0
-    counts = "19 files: 8 JSON lines, 6 text, 4 JSON array, 1 parquet"
-    assert capsys.readouterr().err.splitlines()[0] == counts
     documents = open_tokens("tokens").documents + open_tokens("tokens/heldout").documents
     assert documents == 2 * (1 + 1 + 0 + 2 + 1 + 2 + 1 + 1 + 1) + 3
 

@@ -44,10 +44,6 @@ def _prepare(options: argparse.Namespace) -> int:
 
     try:
         documents = _documents(options)
-        if kinds := getattr(documents, "kinds", None):
-            plural = "s" if kinds.total() != 1 else ""
-            counts = ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common())
-            tell(f"{kinds.total():,} file{plural}: {counts}")
         prepared = prepare(
             documents,
             options.out,

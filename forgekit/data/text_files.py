@@ -12,9 +12,8 @@ import json
 import os
 import re
 import sysconfig
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, BinaryIO, TypeAlias, get_args
@@ -129,11 +128,6 @@ class TextDocuments:
         """Bytes of all files."""
         return sum(file.stat().st_size for file in self.files)
 
-    @property
-    def kinds(self) -> Counter[str]:
-        """Count the files by what they are read as."""
-        return Counter(_kind_of(file, self.text_key) for file in self.files)
-
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return ((r.name, r.content) for r in self.read() if isinstance(r.content, str))
 
@@ -159,17 +153,6 @@ def json_objects(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(record, dict):
             raise ValueError(f"{name} is {brief(record)}; it must be a JSON object.")
         yield name, record
-
-
-def _kind_of(file: File, key: str | None) -> str:
-    """Name the format in which a file is read."""
-    suffix = _plain_suffix(file)
-    try:
-        with opened(file) if suffix in JSON else nullcontext() as stream:
-            return _kind_by(suffix, stream, key)
-    except Exception as error:
-        _damage_of(file, error)  # raises other errors; reading names the damage
-        return "JSON lines"
 
 
 def _kind_by(suffix: str, stream: Any, key: str | None) -> str:

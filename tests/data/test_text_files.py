@@ -190,13 +190,12 @@ def test_records_are_read_by_what_is_in_the_file(tmp_path, name):
         assert [record for _, record in json_objects(file)] == RECORDS
 
 
-def test_one_object_is_a_text_and_kinds_are_counted(tmp_path):
+def test_one_object_is_a_text(tmp_path):
     texts = {"a.json": '{"name": "x"}\n', "b.json": '{\n "name": ["x"]\n}', "c.py": "x = {}"}
     for name, text in {**texts, "e.json": '{"text": "x"}'}.items():
         (tmp_path / name).write_text(text)
     documents = text_documents(sorted(tmp_path.iterdir()))
     assert [text for _, text in documents] == [*texts.values(), "x"]
-    assert documents.kinds == {"text": 3, "JSON lines": 1}
 
 
 LONG = "x" * 300_000
