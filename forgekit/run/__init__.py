@@ -12,7 +12,6 @@ from forgekit.run.bad_steps import (
 )
 from forgekit.run.status import (
     RunLockedError as RunLockedError,
-    is_running as is_running,
     lock_run as lock_run,
     write_status as write_status,
 )

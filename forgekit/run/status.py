@@ -141,24 +141,6 @@ def write_status(out: str | os.PathLike[str], status: str, **fields: Any) -> Non
             overwrite(file, 0, encoded, file.read())
 
 
-def is_running(out: str | os.PathLike[str]) -> bool:
-    """Whether a run is running, by ``status.json`` and a live process that holds the directory.
-
-    The status of a run that was killed says "running" for good. From another machine only a file
-    system that shares locks shows the holder; there the ``time`` of the status tells, which a run
-    renews every half a minute while it takes steps.
-
-    Args:
-        out: The run directory.
-    """
-    try:
-        status = parse_json(read_regular(Path(out) / "status.json"))
-    except (OSError, ValueError):
-        return False
-    is_noted = isinstance(status, dict) and status.get("status") == "running"
-    return is_noted and is_locked(Path(out) / ".lock")
-
-
 def append_history(out: Path, event: str, **fields: Any) -> None:
     """Append to ``history.jsonl``, which keeps all starts and ends.
 
