@@ -205,27 +205,6 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
         return file.read()
 
 
-def lines_backwards(path: Path, block: int = 1 << 16) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a file and their offsets, the last first, reading only as far as needed.
-
-    Args:
-        path: The file.
-        block: Bytes to read at once.
-    """
-    with open_regular(path) as file:
-        start, rest = file.seek(0, os.SEEK_END), b""
-        while start:
-            size = min(block, start)
-            file.seek(start := start - size)
-            content = file.read(size) + rest
-            # Up to the first newline it is the rest of a line that begins earlier.
-            cut = (content.find(b"\n") + 1 or len(content)) if start else 0
-            end = start + len(content)
-            for line in reversed(content[cut:].splitlines(keepends=True)):
-                yield (end := end - len(line)), line
-            rest = content[:cut]
-
-
 def write_atomic(path: str | os.PathLike[str], content: bytes) -> None:
     """Write a file so that readers, and a crash, find the old content or the new, never a part.
 

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from forgekit.checks import parse_json
-from forgekit.files import append_lines, lines_backwards, overwrite, read_regular
+from forgekit.files import append_lines, overwrite, read_regular
 
 BAD_STEPS = "bad_steps.jsonl"
 Step = tuple[int, int | None, int, tuple[tuple[int, int], ...]]
@@ -99,7 +99,10 @@ class RowFile:
 
 def _last_row(path: Path, step: int) -> tuple[int, dict[str, Any]]:
     """Return offset and content of the last row up to a step; (0, {}) if there is none."""
-    for number, (start, line) in enumerate(lines_backwards(path)):
+    content = read_regular(path)
+    start = len(content)
+    for number, line in enumerate(reversed(content.splitlines(keepends=True))):
+        start -= len(line)
         try:
             row = parse_json(line)
             if row["step"] <= step:

@@ -1,5 +1,4 @@
 import contextlib
-import itertools
 import math
 import os
 import pty
@@ -18,7 +17,7 @@ from tensordict import TensorDict
 from torch.distributed.tensor.debug import CommDebugMode
 
 import forgekit as fk
-from forgekit.files import append_lines, lines_backwards
+from forgekit.files import append_lines
 from forgekit.metrics.flops import Flops, Utilization
 from forgekit.metrics.log import MetricsLog
 from forgekit.metrics.records import RowFile, read_bad_steps, read_metrics
@@ -117,19 +116,6 @@ def test_what_is_no_training_is_outside_the_window(tmp_path, state, monkeypatch)
     seconds = [3 * row["perf/step_seconds"] for row in found if row is not None]
     assert min(seconds) >= 0.09
     assert sum(seconds) <= took - 0.6
-
-
-def test_lines_from_the_end_are_those_from_the_start(tmp_path):
-    """Of every content of four pieces, in blocks that end before, in and after line ends."""
-    path = tmp_path / "lines"
-    for pieces in itertools.product([b"a", b"\n", b"\r", b"\xc3"], repeat=4):
-        content, end = b"".join(pieces), 0
-        path.write_bytes(content)
-        lines = [(end := end + len(line), line) for line in content.splitlines(keepends=True)]
-        expected = [(end - len(line), line) for end, line in reversed(lines)]
-        assert [list(lines_backwards(path, block)) for block in (1, 2, 3)] == [expected] * 3, (
-            content
-        )
 
 
 LEFT = [
