@@ -39,7 +39,6 @@ def add_runs(commands: Any) -> None:
     option("--like", metavar="MODEL", help="a family, such as mistral, or a directory (its base)")
     option("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (as is)")
     option("--tokenizer", metavar="PATH", type=file_path, help="a tokenizer.json (the run's)")
-    option("--check", action="store_true", help="compare logits with those of transformers")
     export.set_defaults(command=_export)
     report = commands.add_parser("report", help="show a run as one HTML page that opens anywhere")
     run = "a run directory or its URL, or a metrics.jsonl file"
@@ -70,9 +69,7 @@ def _export(options: argparse.Namespace) -> int:
         model, step = read_model(options.run, config, options.step)
         if lora_layers(model):
             merge_lora(model)
-        save_huggingface(
-            model, options.directory, tokenizer, like, dtype=dtype, check_logits=options.check
-        )
+        save_huggingface(model, options.directory, tokenizer, like, dtype=dtype)
     except (CheckpointError, ValueError) as error:
         raise UsageError(str(error)) from None
     print(f"step       {step}")

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forgekit.checks import brief, path_of
-from forgekit.environment import require
 from forgekit.files import atomic_directory
 from forgekit.huggingface.families import (
     FAMILIES,
@@ -38,7 +37,6 @@ from forgekit.huggingface.load import (
     check_stored,
     held_parts,
     huggingface_spec,
-    load_huggingface,
     name_map,
     read_config,
     unpadded,
@@ -85,9 +83,6 @@ STALE = (
 )
 """Keys of the base's config.json that do not apply to the written model."""
 
-POSITIONS, CLOSE = 16, 1e-3
-"""Comparison of logits: their number, and the allowed relative difference."""
-
 Key = tuple[str, Box]
 """A rank's part of a tensor on disk: name and box there."""
 Entries = dict[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -102,7 +97,6 @@ def save_huggingface(
     names: NameMap | None = None,
     dtype: torch.dtype | None = None,
     max_shard_size: int = 5_000_000_000,
-    check_logits: bool = False,
 ) -> None:
     """Save a model as a directory for transformers; every rank calls it.
 
@@ -120,8 +114,6 @@ def save_huggingface(
         names: How a model of your own is named on disk; then ``like`` has its configuration.
         dtype: Of the weights on disk; the parameters' own if None. What has to be float32 stays.
         max_shard_size: Bytes of a file at most, one tensor at least.
-        check_logits: Whether logits that transformers computes from the directory are compared with
-            a ``Transformer``'s too, by the first rank, which holds both models then.
 
     Raises:
         TypeError: If nobody knows the names of the model on disk.
@@ -158,8 +150,6 @@ def save_huggingface(
         ranks.together(lambda: _check_values(views, names, folder))
         if spec is not None:
             ranks.first(lambda: _check_spec(spec, folder))
-            if check_logits:
-                ranks.first(lambda: _check_logits(folder))
         ranks.first(stack.close)
 
 
@@ -381,25 +371,3 @@ def _check_values(views: Mapping[Key, Tensor], names: NameMap, directory: Path) 
                 raise CheckpointError(
                     f"{key!r} on disk has values that differ from {names.names[key]}."
                 )
-
-
-@torch.no_grad()
-def _check_logits(directory: Path) -> None:
-    """Compare a ``Transformer``'s logits with those of transformers for a directory.
-
-    Both models are built from the files, whole and in float32, in this process.
-    """
-    transformers = require("transformers", extra="hf")
-    spec = huggingface_spec(directory)
-    ids = (torch.arange(min(POSITIONS, spec.max_seq_len)) * 7919 % spec.vocab_size).unsqueeze(0)
-    model = Transformer(spec).eval()
-    load_huggingface(model, directory)
-    options: dict[str, Any] = {"trust_remote_code": False, "dtype": torch.float32}
-    opened = transformers.AutoModelForCausalLM.from_pretrained(str(directory), **options).eval()
-    expected = model(ids)
-    error = float((opened(ids).logits - expected).norm())
-    if not error <= CLOSE * float(expected.norm()):
-        raise CheckpointError(
-            f"transformers computes different logits from the export: they differ by {error:.1e} "
-            f"of {float(expected.norm()):.1e}, so it was deleted."
-        )
