@@ -33,24 +33,21 @@ EXPERTS = fk.TransformerSpec(
     max_seq_len=16,
     moe=fk.MoESpec(experts=4, top_k=2, ffn_dim=12, shared=1, first=1, aux_loss=0.0),
 )
-DENSE = (
-    {
-        "rank": 4,
-        "alpha": 16.0,
-        "targets": ("*.query", "*.key", "*.gate", "*.down", "output"),
-        "rank_pattern": {"*.down": 3},
-        "alpha_pattern": {"*.gate": 28.0},
-    },
-    {"rank": 5, "alpha": 20.0, "targets": ("*.value", "*.attention.output"), "dora": True},
+PLAIN = (
+    {"rank": 4, "alpha": 16.0, "targets": ("*.query", "*.key", "output")},
+    {"rank": 3, "alpha": 16.0, "targets": "*.down"},
+    {"rank": 4, "alpha": 28.0, "targets": "*.gate"},
     {"rank": 2, "alpha": 8.0, "targets": ("*.up",), "rslora": True},
 )
+LENGTHS = {"rank": 5, "alpha": 20.0, "targets": ("*.value", "*.attention.output"), "dora": True}
+DENSE = (*PLAIN, LENGTHS)
 MIXED = (
     {
         "rank": 2,
         "alpha": 8.0,
-        "targets": ("*.experts", "*.query", "*.shared.down"),
-        "rank_pattern": {"*.experts.down": 6},
+        "targets": ("*.experts.gate", "*.experts.up", "*.query", "*.shared.down"),
     },
+    {"rank": 6, "alpha": 8.0, "targets": "*.experts.down"},
 )
 LATE = ({"rank": 2, "alpha": 8.0, "targets": ("layers.1.*.value",)},)
 """Nothing to train before the second block."""
@@ -62,8 +59,8 @@ ADAPTED = {
     "beside experts": (EXPERTS, ({"rank": 2, "alpha": 8.0, "targets": ("*.query", "*.value")},)),
     "uneven": (attrs.evolve(EXPERTS, moe=attrs.evolve(EXPERTS.moe, experts=7)), MIXED),
     "late": (SPEC, LATE),
-    "plain": (SPEC, (DENSE[0], DENSE[2])),
-    "lengths": (SPEC, (DENSE[1],)),
+    "plain": (SPEC, PLAIN),
+    "lengths": (SPEC, (LENGTHS,)),
 }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import permutations
-from types import MappingProxyType
 from typing import Literal, TypeVar, get_args
 
 import attrs
@@ -35,7 +34,6 @@ from forgekit.tensors import full, local
 
 StateT = TypeVar("StateT", bound=TrainState)
 
-NONE = MappingProxyType({})
 STACKS = ("gate", "up", "down")
 Base = Literal["nf4"]
 """How matrices with an adapter are stored."""
@@ -47,8 +45,6 @@ def add_lora(
     rank: int = 8,
     alpha: float = 32.0,
     targets: Collection[str] | str = ("*.query", "*.value"),
-    rank_pattern: Mapping[str, int] = NONE,
-    alpha_pattern: Mapping[str, float] = NONE,
     dropout: float = 0.0,
     dora: bool = False,
     rslora: bool = False,
@@ -69,8 +65,6 @@ def add_lora(
         targets: Patterns of names: of linear layers, of a ``Transformer``'s experts
             (``"*.experts"``) or one stack of them (``"*.experts.down"``), which get an adapter for
             each expert.
-        rank_pattern: Ranks of matrices that match a pattern of names; of several the last counts.
-        alpha_pattern: The same for ``alpha``.
         dropout: Probability on what ``A`` takes, in [0, 1).
         dora: Whether lengths of the rows of each weight are trained besides.
         rslora: See ``alpha``.
@@ -96,9 +90,7 @@ def add_lora(
         name="", rank=rank, alpha=alpha, dropout=dropout, dora=dora, rslora=rslora, seed=seed
     )
     names = _match(model, [targets] if isinstance(targets, str) else [*targets])
-    ranks, alphas = _by_name(names, rank_pattern, rank), _by_name(names, alpha_pattern, alpha)
-    chosen = [attrs.evolve(template, name=n, rank=ranks[n], alpha=alphas[n]) for n in names]
-    return add_chosen(model, chosen, base)
+    return add_chosen(model, [attrs.evolve(template, name=name) for name in names], base)
 
 
 def add_chosen(model: nn.Module, chosen: Sequence[Adapter], base: Base | None = None) -> nn.Module:
@@ -294,20 +286,6 @@ def _match(model: nn.Module, patterns: Sequence[str]) -> list[str]:
             )
         chosen |= matching
     return [name for name in matrices if name in chosen]
-
-
-def _by_name(names: list[str], patterns: Mapping[str, float], default: float) -> dict[str, float]:
-    """Return each matrix's value by the last matching pattern, else the default."""
-    values = dict.fromkeys(names, default)
-    for pattern, value in patterns.items():
-        matching = [name for name in names if fnmatchcase(name, pattern)]
-        if not matching:
-            raise ValueError(
-                f"none of the {len(names)} matrices that get an adapter (first: {names[0]!r}) "
-                f"matches the pattern {pattern!r}."
-            )
-        values |= dict.fromkeys(matching, value)
-    return values
 
 
 def _problem(

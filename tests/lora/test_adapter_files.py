@@ -31,7 +31,7 @@ KINDS = {
 }
 
 
-def ours(theirs, folder, adapters=None):
+def ours(theirs, folder, adapters=()):
     """Our model of the same weights; of a tied one with a copy of its embedding as the head.
 
     Adapters are added before the weights are loaded.
@@ -39,8 +39,8 @@ def ours(theirs, folder, adapters=None):
     theirs.save_pretrained(folder)
     spec = fk.huggingface_spec(folder)
     model = fk.Transformer(spec).eval()
-    if adapters is not None:
-        fk.add_lora(model, **adapters)
+    for each in adapters:
+        fk.add_lora(model, **each)
     fk.load_huggingface(model, folder)
     if not spec.tied:
         return model
@@ -54,12 +54,12 @@ def distance(one, other):
 
 
 MANY = ("*.query", "*.value", "*.down", "output")
-LESS_IN_1 = {"rank_pattern": {"layers.1.*": 3}, "alpha_pattern": {"*.value": 20.0}}
+REST = {"rank": 3, "alpha": 20.0, "targets": ("*.gate", "*.up")}
 OURS = {
-    "dense": {"targets": MANY, **LESS_IN_1},
-    "dense, lengths": {"targets": ("*.query", "*.up"), "dora": True},
-    "dense, roots": {"targets": ("*.gate",), "rslora": True},
-    "experts, beside them": {"targets": ("*.query", "*.key")},
+    "dense": ({"targets": MANY}, REST),
+    "dense, lengths": ({"targets": ("*.query", "*.up"), "dora": True},),
+    "dense, roots": ({"targets": ("*.gate",), "rslora": True},),
+    "experts, beside them": ({"targets": ("*.query", "*.key")},),
 }
 
 
@@ -68,18 +68,20 @@ def test_peft_opens_our_adapter_and_so_do_we(case, tmp_path):
     import peft
 
     theirs = KINDS[case.split(",")[0]]
-    adapters = {"rank": 4, "alpha": 16.0, **OURS[case]}
+    adapters = [{"rank": 4, "alpha": 16.0, **each} for each in OURS[case]]
     other = theirs()
     model = ours(other, tmp_path / "base")
     before = model(IDS)
-    expected = move(fk.add_lora(model, **adapters))(IDS)
+    for each in adapters:
+        fk.add_lora(model, **each)
+    expected = move(model)(IDS)
     fk.save_adapter(model, tmp_path / "adapter", base="somewhere")
     config = json.loads((tmp_path / "adapter" / CONFIG).read_text())
     assert config["base_model_name_or_path"] == "somewhere"
     opened = peft.PeftModel.from_pretrained(other, tmp_path / "adapter").eval()
     assert distance(expected, before) > 0.01
     assert distance(logits_of(opened, IDS), expected) < 1e-5
-    for held in (None, adapters):
+    for held in ((), adapters):
         again = ours(theirs(), tmp_path / "again", held)
         fk.load_adapter(again, tmp_path / "adapter")
         assert_same(full_tensors(again), full_tensors(model))
@@ -190,11 +192,14 @@ def same(folder):
 STRANGE = "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"
 ODD = {"bias": "all", "peft_type": "VERA", "modules_to_save": ["lm_head"]}
 ODD |= {"init_lora_weights": "pissa"}
-LESS = adapted.DENSE[0] | {"alpha": 12.0}
+LESS = adapted.PLAIN[0] | {"alpha": 12.0}
 
 
 def other_scale():
-    return fk.add_lora(fk.add_lora(plain(), **LESS), **adapted.DENSE[2])
+    model = plain()
+    for each in (LESS, *adapted.PLAIN[1:]):
+        fk.add_lora(model, **each)
+    return model
 
 
 LOADED = [
@@ -252,9 +257,8 @@ def test_an_adapter_of_experts_is_refused_with_how_to_merge_it(case, tmp_path):
 def test_an_export_has_adapters_of_experts_merged_and_none_beside_it(tmp_path):
     from transformers import AutoModelForCausalLM
 
-    model = ours(
-        KINDS["experts"](), tmp_path / "base", {"rank": 4, "targets": ("*.experts", "*.key")}
-    )
+    adapters = [{"rank": 4, "targets": ("*.experts", "*.key")}]
+    model = ours(KINDS["experts"](), tmp_path / "base", adapters)
     state = alone(move(model))
     expected = model(IDS)
     fk.huggingface.export_tuned(state, tmp_path / "run", tmp_path / "tuned", base=tmp_path / "base")

@@ -172,7 +172,6 @@ REFUSED = [
         r"no linear layer .* matches .* '\*\.quary'.*\"query",
     ),
     (lambda: add(dense(), alpha=0.0), "'alpha' must be > 0: 0.0"),
-    (lambda: add(dense(), rank_pattern={"*.down": 2}), r"none of the 4 matrices .* '\*\.down'"),
     (lambda: add(build("dense"), targets="*.query"), r"attention\.query' already has an adapter"),
     (lambda: add(build("experts"), targets="*.experts.up"), r"experts\.up' already has an adapter"),
     (lambda: add(experts(), targets="*.experts.down", dora=True), r"its adapter takes no dora"),

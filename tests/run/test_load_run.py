@@ -59,11 +59,7 @@ def test_a_run_computes_what_it_did(spec, tmp_path):
 ADAPTERS = {
     "of a base": {"targets": ("*.query", "*.value")},
     "dora": {"targets": ("*.down",), "dora": True},
-    "rslora, and a pattern": {
-        "targets": ("*.up", "*.value"),
-        "rslora": True,
-        "alpha_pattern": {"*.value": 2.0},
-    },
+    "rslora": {"targets": ("*.up", "*.value"), "rslora": True},
     "experts": {"targets": ("*.experts", "*.shared.up")},
     "nf4": {"targets": ("*.query", "*.gate"), "base": "nf4"},
 }
