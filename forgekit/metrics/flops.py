@@ -41,8 +41,6 @@ from forgekit.parallel.fsdp import compute_dtype
 from forgekit.parallel.layout import size_of, world_of
 from forgekit.state import TrainState
 
-UNKNOWN = ("sliding_window", "kv_lora_rank", "is_encoder_decoder")
-"""Settings of transformers' models whose attention is not counted; they get no MFU."""
 Integers = NDArray[np.int64]
 
 
@@ -76,9 +74,8 @@ class Flops:
 
         Args:
             model: A ``Transformer``, with or without adapters and in any layout. Of another model
-                each matrix counts once per token, and attention and experts by the numbers of its
-                ``config``; where these do not say it, as of sliding windows, latent attention,
-                convolutions or without a config, operations are NaN.
+                each matrix counts once per token, and stacked experts by the numbers of its
+                ``config``; its attention is unknown, NaN.
         """
         uses, passes = _uses(model), _passes(model)
         per_token = active = total = 0.0
@@ -258,19 +255,8 @@ def _passes(model: nn.Module) -> dict[nn.Module | Tensor, int]:
 
 
 def _head_channels(model: nn.Module) -> float:
-    """Return the sum of ``h c`` over layers, times passes; NaN if unknown."""
+    """Return the sum of ``h c`` over layers, times passes; NaN for another kind of attention."""
     passes = _passes(model)
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
-    if attentions:
-        return float(sum(module.query.out_features * passes[module] for module in attentions))
-    config: Any = getattr(model, "config", None)
-    heads, count = (getattr(config, n, 0) for n in ("num_attention_heads", "num_hidden_layers"))
-    lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
-    layers = next(lists, None)
-    kinds = {*(getattr(config, "layer_types", None) or ()), "full_attention"}
-    unknown = any(getattr(config, name, None) for name in UNKNOWN)
-    if not heads or layers is None or len(kinds) > 1 or unknown:
-        return math.nan
-    channels = getattr(config, "head_dim", None) or config.hidden_size // heads
-    here = sum(passes[layer] for layer in layers if not getattr(layer, "is_absent", False))
-    return float(here * heads * channels)
+    channels = float(sum(module.query.out_features * passes[module] for module in attentions))
+    return channels if attentions else math.nan

@@ -51,36 +51,24 @@ def counted(model, monkeypatch, call=None):
     return sum(counts.values()) - attention, attention
 
 
-THEIRS = {
-    "Llama tied": {},
-    "Qwen3Moe dense first": {},
-    "Mistral": None,  # windows
-    "Mamba": None,  # convolutions
-}
-
-
-@pytest.mark.parametrize("kind", THEIRS)
-def test_operations_of_a_model_of_transformers_are_right_or_not_known(kind, monkeypatch):
+@pytest.mark.parametrize("kind", ["Llama tied", "Qwen3Moe dense first"])
+def test_attention_of_a_model_of_transformers_is_not_known(kind, monkeypatch):
     """Two of four or six experts here: all of them would be one and a half times as many."""
     import transformers
 
     name = kind.split()[0]
     settings = SIZES | MODELS.get(kind, {}) | {"vocab_size": 48, "attn_implementation": "eager"}
     settings |= {"experts_implementation": "eager"} if "Moe" in kind else {}
-    config = getattr(transformers, f"{name}Config")(**settings)
-    with torch.device("cpu" if THEIRS[kind] is not None else "meta"):
-        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = getattr(transformers, f"{name}ForCausalLM")(
+        getattr(transformers, f"{name}Config")(**settings)
+    )
     flops = Flops.of(model)
     assert flops.parameters == sum(p.numel() for p in model.parameters())
-    if THEIRS[kind] is None:
-        assert math.isnan(flops.of_row(1, 1))
-        state = alone(model)
-        loader = fk.make_loader(fk.packed_dataset([np.ones(3, int)], fk.pack([3], 8)), 1)
-        assert Utilization.of(flops, state, loader, peak=1e9) is None
-        return
-    matrices, attention = counted(model, monkeypatch, lambda ids: model(ids).logits)
+    matrices, _ = counted(model, monkeypatch, lambda ids: model(ids).logits)
     assert flops.per_token * ROWS * LENGTH == pytest.approx(matrices, rel=1e-12)
-    assert flops.per_pair * ROWS * LENGTH**2 == attention > 0
+    assert math.isnan(flops.of_row(1, 1))
+    loader = fk.make_loader(fk.packed_dataset([np.ones(3, int)], fk.pack([3], 8)), 1)
+    assert Utilization.of(flops, alone(model), loader, peak=1e9) is None
 
 
 @pytest.mark.parametrize("case", SPECS)
@@ -195,14 +183,10 @@ def test_utilization_is_the_work_of_the_very_samples_over_the_peak_of_all_device
 
 
 def _models():
-    import transformers
-
-    spec = attrs.evolve(DENSE, moe=MOE)
-    config = transformers.LlamaConfig(**SIZES | {"vocab_size": 48, "use_cache": False})
     return {
-        "experts": fk.Transformer(spec),
+        "experts": fk.Transformer(attrs.evolve(DENSE, moe=MOE)),
         "tied": fk.Transformer(attrs.evolve(DENSE, tied=True)),
-        "llama": transformers.LlamaForCausalLM(config),
+        "dense": fk.Transformer(DENSE),
     }
 
 
@@ -218,7 +202,7 @@ def _flops(rank, world, layouts):
 
 
 def test_every_rank_of_a_layout_counts_the_whole_model():
-    layouts = [({"pp": 2}, "llama"), ({"tp": 2}, "tied"), ({"ep": 2}, "experts")]
+    layouts = [({"pp": 2}, "dense"), ({"tp": 2}, "tied"), ({"ep": 2}, "experts")]
     whole = {case: attrs.astuple(Flops.of(model)) for case, model in _models().items()}
     for found in run_ranks(_flops, 2, layouts):
         for (numbers, peak), (layout, case) in zip(found, layouts, strict=True):
