@@ -34,7 +34,6 @@ from forgekit.metrics.progress import Bar, Lines, short_number
 from forgekit.metrics.records import BAD_STEPS, RowFile, Step, append_bad_steps
 from forgekit.metrics.trackers import GuardedTracker, Tracker
 from forgekit.state import TrainState
-from forgekit.tensors import local
 from forgekit.terminal import Steady, printable
 
 COUNTS = ("train/targets", "train/skipped", "train/skipped_in_a_row", "train/spikes")
@@ -69,10 +68,7 @@ class MetricsLog:
     - of several ranks ``perf/step_seconds_min``, ``_mean`` and ``_max`` over them, and those of
       ``perf/data_wait_seconds``;
     - ``perf/mfu`` and ``perf/mfu_palm``, where the peak of the devices is known;
-    - ``memory/peak_gib`` of this process: of an accelerator, else resident; and this rank's
-      ``memory/parameters_gib``, ``memory/gradients_gib`` (what the step has left in ``.grad``) and
-      ``memory/optimizer_gib``. On an accelerator ``memory/activations_gib`` is the rest of the
-      peak: activations, temporaries and buffers of collectives.
+    - ``memory/peak_gib`` of this process: of an accelerator, else resident.
 
     Times are the host's, read when the copy of a row has waited for the device. An evaluation
     between two rows counts from the last call, when steps may still be queued: evaluate at the
@@ -272,7 +268,7 @@ class MetricsLog:
             "perf/tokens_per_second": float(of_steps["targets"].sum()) / seconds,
             **times,
             **_over_ranks(times, state),
-            **memory_of(state, device),
+            "memory/peak_gib": peak_memory(device) / GIB,
             **{name: best / seconds for name, best in ideal.items()},
         }
 
@@ -372,32 +368,11 @@ def _over_ranks(numbers: Mapping[str, float], state: TrainState) -> dict[str, fl
     return dict(zip(names, torch.cat([*kinds.values()]).tolist(), strict=True))
 
 
-def memory_of(state: TrainState, device: torch.device) -> dict[str, float]:
-    """Measure this rank's parameters, gradients, optimizer state and peak memory, in GiB.
-
-    Args:
-        state: The state; its gradients are those that are in ``.grad`` now.
-        device: What the steps ran on.
-
-    Returns:
-        ``memory/parameters_gib``, ``memory/gradients_gib``, ``memory/optimizer_gib`` and
-        ``memory/peak_gib``; on an accelerator ``memory/activations_gib``, the rest of the peak.
-    """
-    parameters = list(state.model.parameters())
-    kinds = {
-        "parameters": parameters,
-        "gradients": [parameter.grad for parameter in parameters],
-        "optimizer": [x for values in state.optimizer.state.values() for x in values.values()],
-    }
-    held = {name: [local(x) for x in some if isinstance(x, Tensor)] for name, some in kinds.items()}
-    sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in held.items()}
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes of tensors on an accelerator so far; on a CPU those of the process."""
     if device.type == "cpu":  # Linux counts in KiB
-        sizes["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    else:  # memory on the host is not part of the peak
-        on_it = [x.nbytes for some in held.values() for x in some if x.device.type == device.type]
-        sizes["peak"] = torch.accelerator.max_memory_allocated(device)
-        sizes["activations"] = sizes["peak"] - sum(on_it)
-    return {f"memory/{name}_gib": size / GIB for name, size in sizes.items()}
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.accelerator.max_memory_allocated(device)
 
 
 def _is_count(name: str, number: Any) -> bool:

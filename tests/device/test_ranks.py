@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from unittest import mock
 
-import pytest
 import torch
 from device.pretend import NAME, PEAK, watching
 from lab import SPEC, full_tensors, global_batch, head_loss, lay_out, relative_error
@@ -119,10 +118,8 @@ def log_and_stop(rank, world, out):
             assert met or not ledger.waits, ledger.waits[0]
     assert [row and row["step"] for row in rows] == [None, 2, None, 4, None, 6]
     for row in rows[1::2]:
-        held = [row[f"memory/{name}_gib"] for name in ("parameters", "gradients", "optimizer")]
         assert row["memory/peak_gib"] == PEAK / 2**30
         assert row["train/loss"] > 0
-        assert row["memory/activations_gib"] == pytest.approx(PEAK / 2**30 - sum(held))
     return heard, [row["train/loss"] for row in rows if row]
 
 

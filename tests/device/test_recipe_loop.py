@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from device.pretend import watching
+from device.pretend import PEAK, watching
 from pool import run_ranks
 from runs import arguments, rows_of, run_here
 
@@ -39,7 +39,7 @@ def _waits(_rank, _world, recipe, out):
         patch.setattr(fk, "make_step", counting)
         words = arguments(out=run, data__path=out / "data", **given)
         run_here(recipe, [word for word in words if not word.startswith("device=")])
-    assert all("memory/activations_gib" in row for row in rows_of(run)), "not on the device"
+    assert all(row["memory/peak_gib"] == PEAK / 2**30 for row in rows_of(run)), "not on the device"
     return found, [row["step"] for row in rows_of(run)]
 
 

@@ -299,9 +299,8 @@ def _on_ranks(rank, world, out):
     with MetricsLog(out / str(rank), every=1) as log:
         state, metrics = step(state, [TensorDict({"x": torch.ones(2, 6)}, [2])])
         row = log(state, metrics)
-    memory = {name: size * 2**30 for name, size in row.items() if name.startswith("memory/")}
     peak_kib = int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
-    assert memory.pop("memory/peak_gib") == pytest.approx(peak_kib * 2**10, rel=0.05)
+    assert row["memory/peak_gib"] == pytest.approx(peak_kib / 2**20, rel=0.05)
     loader, rows = Locates(), []
     with MetricsLog(out, every=2, is_writer=rank == 0, loader=loader) as log:
         for number in range(1, 5):
@@ -312,15 +311,11 @@ def _on_ranks(rank, world, out):
             assert collectives.get_total_counts() == (number % 2 == 0)
             rows += found
     assert rows[1]["perf/step_seconds"] >= 0.05 * (rank + 1)
-    return {name: size / 4 for name, size in memory.items()}, rows[1::2]
+    return rows[1::2]
 
 
 def test_memory_is_that_of_a_rank_and_times_have_least_mean_and_most_over_the_ranks(tmp_path):
-    """Of five rows the first rank has three; the bias is frozen, and each moment has a count."""
-    (first, here), (second, there) = run_ranks(_on_ranks, 2, tmp_path)
-    names = [f"memory/{kind}_gib" for kind in ("parameters", "gradients", "optimizer")]
-    sizes = [[21, 18, 2 * 18 + 1], [14, 12, 2 * 12 + 1]]  # and nobody knows the rest
-    assert [first, second] == [dict(zip(names, of, strict=True)) for of in sizes]
+    here, there = run_ranks(_on_ranks, 2, tmp_path)
     for rows, targets in zip(zip(here, there, strict=True), (203, 207), strict=True):
         for name in ("step_seconds", "data_wait_seconds"):
             times = [row[f"perf/{name}"] for row in rows]
