@@ -39,7 +39,6 @@ def add_verify(commands: Any) -> None:
     option("recipe", metavar="RECIPE", type=file_path, help=recipe)
     option("--tolerance", metavar="E", type=float, default=1e-8, help="relative error (1e-8)")
     option("--timeout", metavar="S", type=float, default=300.0, help="seconds for each run (300)")
-    option("--keep-labels", action="store_true", help="mask no labels; else some in each batch")
     split = "let the gradient depend on the split into micro-batches"
     option("--keep-split", action="store_true", help=split)
     add_settings(verify)
@@ -64,7 +63,6 @@ def _verify(options: argparse.Namespace) -> int:
         progress.print("float64 on the CPU:", *shown, markup=False, soft_wrap=True)
         try:
             chosen = VerifyOptions(
-                mask=not options.keep_labels,
                 split=not options.keep_split,
                 tolerance=options.tolerance,
                 timeout_s=options.timeout,

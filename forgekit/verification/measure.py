@@ -56,7 +56,6 @@ class RankJob:
         setup: Builds a recipe's record for a layout.
         spec: The layout; each size is given.
         folder: Where tensors are kept.
-        mask: Whether labels are masked, so that micro-batches differ in their targets.
         start: Parameters before the first step; None in the first layout, whose own all start from.
         batches: Digests of the micro-batches of each step, over all data-parallel ranks: number
             ``m * R + r`` is micro-batch ``m`` of rank ``r`` of ``R``. None as for ``start``.
@@ -65,7 +64,6 @@ class RankJob:
     setup: Setup
     spec: MeshSpec
     folder: Path
-    mask: bool
     start: Names | None = None
     batches: list[list[str]] | None = None
 
@@ -278,7 +276,7 @@ def _copy(parameter: nn.Parameter, value: Tensor) -> None:
 
 
 def _pull(record: Any, job: RankJob) -> list[list[TensorDictBase]]:
-    """Pull this rank's micro-batches of three steps from the recipe's loader, masked on request."""
+    """Pull this rank's micro-batches of three steps from the recipe's loader, masked."""
     rank, world = data_rank(job.spec, int(os.environ["RANK"]))
     due = itertools.islice(groups(record.loader, getattr(record, "micro_batches", 1)), STEPS)
     steps = [[batch.clone() for batch in group] for group in due]
@@ -287,7 +285,7 @@ def _pull(record: Any, job: RankJob) -> list[list[TensorDictBase]]:
             f"the loader has micro-batches for {len(steps)} steps, but verify takes {STEPS}; use "
             "a smaller global_batch_size, or more data."
         )
-    for batches in steps if job.mask else []:
+    for batches in steps:
         for number, batch in enumerate(batches):
             _mask(batch, number * world + rank)
     return steps

@@ -44,7 +44,6 @@ RANKS_OF_A_CORE = 32
 class VerifyOptions:
     """Options of ``verify``."""
 
-    mask: bool
     split: bool
     tolerance: float
     timeout_s: float
@@ -55,7 +54,6 @@ def verify(
     build: Callable[[DeviceMesh], Any],
     layout: MeshSpec,
     *,
-    mask: bool = True,
     split: bool = True,
     tolerance: float = 1e-8,
     timeout_s: float = 300,
@@ -66,16 +64,15 @@ def verify(
     Each rank is a process that imports ``build``, so it is a function at the top level of a file;
     a script calls ``verify`` under ``if __name__ == "__main__":``. While ``build`` runs, torch's
     default dtype is float64; afterwards the model's parameters and buffers are float64, every
-    dropout is 0, nothing is compiled, and plain SGD stands in for the optimizer. Nothing is
-    trained or written.
+    dropout is 0, nothing is compiled, and plain SGD stands in for the optimizer. A part of each
+    batch's ``labels [b s]`` is set to -100, another in each micro-batch: with equal numbers of
+    targets some mistakes would not show. Nothing is trained or written.
 
     Args:
         build: Called with the mesh of a layout, on each of its ranks. Returns a record with
             ``state``, ``loss_fn`` and ``loader``, an iterable of this rank's micro-batches;
             ``micro_batches`` says how many make a step, 1 if it is missing.
         layout: The sizes of the mesh; -1 counts as 1.
-        mask: Whether a part of each batch's ``labels [b s]`` is set to -100, another in each
-            micro-batch: with equal numbers of targets some mistakes would not show.
         split: Whether the gradient must not depend on how the batch is split into micro-batches.
         tolerance: The largest relative error that counts as equal.
         timeout_s: Seconds after which ranks that do not finish are killed, for each run.
@@ -88,7 +85,6 @@ def verify(
         ValueError: If the layout cannot be, or this is a rank of a launcher already.
     """
     options = VerifyOptions(
-        mask=mask,
         split=split,
         tolerance=tolerance,
         timeout_s=timeout_s,
@@ -121,7 +117,7 @@ def verify_setup(setup: Setup, layout: MeshSpec, options: VerifyOptions) -> Veri
             f"most {most}. Verify it with smaller sizes of its dimensions."
         )
     with tempfile.TemporaryDirectory(prefix="forgekit-verify-") as folder:
-        job = RankJob(setup=setup, spec=spec, folder=Path(folder), mask=options.mask)
+        job = RankJob(setup=setup, spec=spec, folder=Path(folder))
         try:
             return _verify(job, options)
         except LocalRankError as error:

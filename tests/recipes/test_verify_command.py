@@ -50,11 +50,11 @@ def test_its_options_are_those_of_the_check(tokens, monkeypatch):
     equal = SimpleNamespace(equal=True)
     target = "forgekit.verification.verify.verify_setup"
     monkeypatch.setattr(target, lambda setup, mesh, chosen: seen.append(chosen) or equal)
-    given = ["--keep-labels", "--keep-split", "--tolerance", "0.5", "--timeout", "7"]
+    given = ["--keep-split", "--tolerance", "0.5", "--timeout", "7"]
     word, *others = command(tokens)
     assert main([word, *given, *others]) == 0
     (chosen,) = seen
-    assert (chosen.mask, chosen.split, chosen.tolerance, chosen.timeout_s) == (False, False, 0.5, 7)
+    assert (chosen.split, chosen.tolerance, chosen.timeout_s) == (False, 0.5, 7)
 
 
 def test_a_loss_that_divides_within_a_micro_batch_ends_with_code_1(tokens, tmp_path, capsys):
