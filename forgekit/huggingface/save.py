@@ -56,7 +56,6 @@ from forgekit.huggingface.safetensors_files import (
     write_tensors,
 )
 from forgekit.huggingface.tokenizer import (
-    AUTO_MAP,
     TEMPLATES,
     special_ids,
     tokenizer_files,
@@ -78,7 +77,7 @@ WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 """Names of weight files that are written here, and so may be replaced."""
 
 STALE = (
-    *(AUTO_MAP, "_name_or_path", "original_max_position_embeddings", "quantization_config"),
+    *("auto_map", "_name_or_path", "original_max_position_embeddings", "quantization_config"),
     WEIGHTS_KEY,
 )
 """Keys of the base's config.json that do not apply to the written model."""

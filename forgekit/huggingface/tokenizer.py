@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
 from collections.abc import Mapping
 from itertools import chain
@@ -31,9 +29,6 @@ TOKENIZERS = (
 )
 """Patterns of the files of tokenizers and processors."""
 
-AUTO_MAP = "auto_map"
-"""Key that names classes whose code is in the directory."""
-
 
 def write_tokenizer(tokenizer: Any, directory: Path, like: Path | None) -> int | None:
     """Write the files of a tokenizer and of processors.
@@ -58,7 +53,7 @@ def write_tokenizer(tokenizer: Any, directory: Path, like: Path | None) -> int |
         names = tokenizer_files(source)
         if source.is_file():
             shutil.copyfile(source, file)
-        elif any(not name.endswith(("_config.json", ".jinja", ".py")) for name in names):
+        elif any(not name.endswith(("_config.json", ".jinja")) for name in names):
             _copy(source, directory, names)
         else:
             raise CheckpointError(
@@ -90,23 +85,14 @@ def special_ids(tokenizer: Any, directory: Path) -> dict[str, Any]:
 
 
 def tokenizer_files(directory: Path, *patterns: str) -> list[str]:
-    """List a directory's files of tokenizer and processors, and their code.
+    """List a directory's files of tokenizer and processors.
 
     Args:
         directory: The directory.
         *patterns: Of the files; all of them if none are given.
     """
     files = chain(*map(directory.glob, patterns or (*TOKENIZERS, *PROCESSORS)))
-    names = [str(file.relative_to(directory)) for file in files if file.is_file()]
-    settings = [name for name in names if name.endswith("_config.json")]
-    maps = [read_json(directory / name).get(AUTO_MAP) for name in settings]
-    # Named modules and their imports from the same directory: read as text, never run.
-    modules, code = re.findall(r'"(\w+)\.\w+"', json.dumps(maps)), dict[str, None]()
-    for module in modules:
-        if (file := directory / f"{module}.py").is_file() and file.name not in code:
-            code[file.name] = None
-            modules += re.findall(r"^\s*(?:from|import)\s+\.(\w+)", file.read_text("utf-8"), re.M)
-    return [*names, *code]
+    return [str(file.relative_to(directory)) for file in files if file.is_file()]
 
 
 def _copy(source: Path, directory: Path, names: list[str]) -> None:
