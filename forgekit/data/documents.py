@@ -131,40 +131,9 @@ class _Collection:
                 yield Record(name, ids, number + 1)
 
 
-@attrs.frozen
-class NumberedDocuments:
-    """Documents of token ids that are found by their number, which is also a reader's position.
-
-    Attributes:
-        source: Where they come from, for the names of documents.
-        fingerprint: Identifies their tokens.
-        count: How many there are.
-        ids_of: Returns the ids of a number, ``[s]`` int64.
-    """
-
-    source: str
-    fingerprint: str
-    count: int
-    ids_of: Callable[[int], NDArray[np.int64]] = attrs.field(repr=False)
-
-    size = None
-
-    def __iter__(self) -> Iterator[NDArray[np.int64]]:
-        return map(self.ids_of, range(self.count))
-
-    def read(
-        self, position: int | None = None, *, part: int = 0, parts: int = 1
-    ) -> Iterator[Record]:
-        """Yield this part's documents from a number on; see ``Documents``."""
-        for number in range(position or 0, self.count):
-            if number % parts == part:
-                name = f"{self.source}, document {number}"
-                yield Record(name, self.ids_of(number), number + 1)
-
-
 def random_documents(
     vocab_size: int, count: int, *, longest: int = 1024, shortest: int = 1, seed: int = 0
-) -> NumberedDocuments:
+) -> list[NDArray[np.int64]]:
     """Make documents of random tokens, to try a model or a machine without data.
 
     Args:
@@ -175,23 +144,19 @@ def random_documents(
         seed: Selects the tokens. The same seed gives the same tokens on every machine.
 
     Returns:
-        A source for ``stream_documents``. Iterating it gives arrays, for ``write_tokens``.
+        ``[s]`` token ids of each, in memory, for ``stream_documents`` and ``write_tokens``.
 
     Examples:
         >>> [ids.tolist() for ids in random_documents(100, 2, longest=4)]
         [[38, 26, 65, 59], [14, 28, 98, 53]]
     """
-    fingerprint = f"random_documents({vocab_size=}, {count=}, {shortest=}, {longest=}, {seed=})"
-    ids_of = partial(_random_ids, vocab_size, shortest, longest, seed)
-    return NumberedDocuments("random tokens", fingerprint, count, ids_of)
-
-
-def _random_ids(
-    vocab_size: int, shortest: int, longest: int, seed: int, number: int
-) -> NDArray[np.int64]:
-    key = hash_integers(number, seed)
-    length = shortest + int(key) % (longest - shortest + 1)
-    return (hash_integers(np.arange(length), key) % np.uint64(vocab_size)).astype(np.int64)
+    documents = []
+    for number in range(count):
+        key = hash_integers(number, seed)
+        positions = np.arange(shortest + int(key) % (longest - shortest + 1))
+        ids = hash_integers(positions, key) % np.uint64(vocab_size)
+        documents.append(ids.astype(np.int64))
+    return documents
 
 
 def huggingface_documents(

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from texts import TEXTS
 
 from forgekit.data.batch import check_batch
-from forgekit.data.documents import huggingface_documents, random_documents
+from forgekit.data.documents import as_documents, huggingface_documents, random_documents
 from forgekit.data.stream import stream_documents
 from forgekit.data.text_files import text_documents
 from forgekit.data.tokenizer import train_tokenizer
@@ -164,7 +164,7 @@ def test_broken_documents_are_left_out_counted_and_named(tmp_path, caplog):
 
 def test_a_thread_goes_on_when_it_was_closed_and_its_errors_arrive():
     def failing(*position, **part):
-        yield from random_documents(9, 3).read(*position)
+        yield from as_documents(random_documents(9, 3)).read(*position)
         raise OSError("the disk is gone")
 
     whole = [content(batch) for batch in islice(stream_of(random_documents(9, 30)), 20)]

@@ -1,4 +1,4 @@
-"""Sources that are no files: collections, random tokens, the documents of a token file."""
+"""Sources that are no files: collections and random tokens."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ def test_random_documents_are_those_of_their_seed_and_even():
     assert counts.min() > 0.85 * sum(lengths) / 11
     other = random_documents(11, 300, longest=50, shortest=20, seed=4)
     assert [ids.tolist() for ids in other] != [ids.tolist() for ids in documents]
-    assert other.fingerprint != documents.fingerprint
-    records = list(documents.read(7, part=1, parts=3))
-    names = [record.name for record in records[:2]]
-    assert names == [f"random tokens, document {number}" for number in (7, 10)]
 
 
 def test_a_collection_may_hold_texts_arrays_or_named_ones():
