@@ -187,21 +187,13 @@ def test_prepare_reads_other_keys_and_columns_and_leaves_out_what_is_broken(here
     assert capsys.readouterr().out.splitlines()[-1] == left_out
 
 
-def test_prepare_reads_a_hugging_face_dataset_and_uses_a_tokenizer_that_is_given(here, capsys):
-    from datasets import Dataset, DatasetDict
-
-    rows = [{"text": f"the cat and the dog, {number} times"} for number in range(40)]
-    parts = {"train": Dataset.from_list(rows), "test": Dataset.from_list(rows[:3])}
-    DatasetDict(parts).save_to_disk("saved")
-    capsys.readouterr()
-    assert main(["prepare", "hf:saved", "--out", "train", "--vocab", "300"]) == 0
+def test_prepare_uses_a_tokenizer_that_is_given(texts, here, capsys):
+    assert main(["prepare", str(texts), "--out", "train", "--vocab", "300"]) == 0
     assert capsys.readouterr().err == "part 1 of the tokens is written\n"
     own = ["--tokenizer", "train/tokenizer.json"]
-    assert main(["prepare", "hf:saved", "--split", "test", "--out", "test", *own]) == 0
+    assert main(["prepare", str(texts), "--out", "test", *own]) == 0
     assert open_tokens("test").vocab_size == open_tokens("train").vocab_size
-    assert main(["prepare", "hf:saved", "train", "--out", "both"]) == 2
-    assert "hf:saved cannot be combined with other sources. Prepare each" in capsys.readouterr().err
-    assert main(["prepare", "hf:saved", "--out", "c", *own, "--eos-token", "</s>"]) == 2
+    assert main(["prepare", str(texts), "--out", "c", *own, "--eos-token", "</s>"]) == 2
     assert "no token '</s>'; its special tokens are \"<|endoftext|>\"" in capsys.readouterr().err
 
 

@@ -10,7 +10,7 @@ from forgekit.cli.usage import UsageError
 from forgekit.terminal import tell
 
 if TYPE_CHECKING:
-    from forgekit.data.documents import Documents
+    pass
 
 
 def add_prepare(commands: Any) -> None:
@@ -22,15 +22,13 @@ def add_prepare(commands: Any) -> None:
         metavar="SOURCE",
         nargs="+",
         help="`stdlib` (Python's own sources), files, folders and URLs (text, code, JSON lines and "
-        "arrays, .parquet, also compressed), or hf:NAME or hf:NAME:CONFIG of a Hugging "
-        "Face dataset",
+        "arrays, .parquet, also compressed)",
     )
     option("--out", metavar="DIR", type=Path, required=True, help="a new folder")
     option("--vocab", metavar="SIZE", type=int, default=4096, help="vocabulary size (4096)")
     every = "keep every N-th document for evaluation (20)"
     option("--held-out-every", metavar="N", type=int, default=20, help=every)
     option("--text-key", metavar="KEY", default="text", help="key or column of the text (text)")
-    option("--split", metavar="NAME", default="train", help="split of a dataset (train)")
     option("--skip-broken", action="store_true", help="leave out and count what cannot be read")
     option("--tokenizer", metavar="PATH", help="use this tokenizer.json or its folder, train none")
     option("--workers", metavar="N", type=int, default=0, help="processes that encode (none)")
@@ -41,9 +39,14 @@ def add_prepare(commands: Any) -> None:
 
 def _prepare(options: argparse.Namespace) -> int:
     from forgekit.data.prepare_corpus import prepare
+    from forgekit.data.text_files import stdlib_documents, text_documents
 
+    errors = "skip" if options.skip_broken else "raise"
     try:
-        documents = _documents(options)
+        if options.sources == ["stdlib"]:
+            documents = stdlib_documents()
+        else:
+            documents = text_documents(options.sources, text_key=options.text_key, errors=errors)
         prepared = prepare(
             documents,
             options.out,
@@ -71,29 +74,3 @@ def _prepare(options: argparse.Namespace) -> int:
     if broken := prepared.broken:
         print(f"left out   {broken:,} broken documents; index.json names the first")
     return 0
-
-
-def _documents(options: argparse.Namespace) -> Documents:
-    from forgekit.data.documents import huggingface_documents
-    from forgekit.data.text_files import stdlib_documents, text_documents
-
-    sources: list[str] = options.sources
-    if sources == ["stdlib"]:
-        return stdlib_documents()
-    errors = "skip" if options.skip_broken else "raise"
-    named = [source for source in sources if source.startswith("hf:")]
-    if not named:
-        return text_documents(sources, text_key=options.text_key, errors=errors)
-    if len(sources) > 1:
-        raise UsageError(
-            f"{named[0]} cannot be combined with other sources. Prepare each into its own folder, "
-            "and mix them when training."
-        )
-    name, _, config = named[0].removeprefix("hf:").partition(":")
-    return huggingface_documents(
-        name,
-        config=config or None,
-        split=options.split,
-        text_key=options.text_key,
-        errors=errors,
-    )
