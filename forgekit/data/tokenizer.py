@@ -52,8 +52,7 @@ PIECE = 2**18
 """Characters of one document in one piece, where it can be split."""
 
 # GPT-2's byte-level pre-tokenizer splits at both, so the pieces have the ids of the whole text.
-_BEFORE_LINE = re.compile(r"(?<=\S\n)(?=\S)")
-_BEFORE_WORD = re.compile(r"(?<=\S)(?= \S)")
+_BEFORE_LINE_OR_WORD = re.compile(r"(?<=\S\n)(?=\S)|(?<=\S)(?= \S)")
 
 _ONE_RUN = re.compile(r"[^\W\d_]+|\d+|(?:[^\w\s]|_)+|\s+")
 """What the pre-tokenizer treats as one word: letters, digits, other signs, or white space."""
@@ -262,12 +261,7 @@ def _pieces(texts: Iterable[tuple[T, str]], longest: int) -> Iterator[tuple[T, s
     for label, text in texts:
         start = 0
         while len(text) - start > longest:
-            earliest, latest = start + longest // 2, start + longest
-            split = (
-                _BEFORE_LINE.search(text, earliest, latest)
-                or _BEFORE_WORD.search(text, earliest, latest)
-                or _BEFORE_WORD.search(text, earliest)
-            )
+            split = _BEFORE_LINE_OR_WORD.search(text, start + longest // 2)
             if split is None:
                 break
             yield label, text[start : split.start()], False
