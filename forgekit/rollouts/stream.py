@@ -23,7 +23,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from forgekit.rollouts.batch import join_rollouts
 from forgekit.rollouts.sharing import Sharing
 from forgekit.rollouts.sources import LOOK_S, Message, RedisSource, as_source
 from forgekit.state import TrainState
+from forgekit.steps.make_step import Vote
 from forgekit.tensors import HostCopy
 
 FAILED = 2.0**20
@@ -52,14 +53,6 @@ log = logging.getLogger("forgekit")
 
 _Outcome = tuple[TensorDict | None, str | None, bool]
 """A micro-batch, or why there is none: a problem, a stop request, or (neither) the end."""
-
-
-class Stop(Protocol):
-    """The interface that a stream needs from a ``StopSignal``."""
-
-    def vote(self) -> float:
-        """Return 1.0 if this process wants to stop, else 0.0."""
-        ...
 
 
 class RolloutStream:
@@ -125,7 +118,7 @@ class RolloutStream:
         mesh: DeviceMesh | None = None,
         shared: bool = True,
         start: int = 0,
-        stop: Stop | None = None,
+        stop: Vote | None = None,
         timeout_s: float = 600.0,
         attempts: int = 3,
     ) -> None:
