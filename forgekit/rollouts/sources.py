@@ -70,11 +70,6 @@ def as_source(source: Any) -> Source:
         return cast(Source, source)
     if hasattr(source, "get") and hasattr(source, "put"):
         return QueueSource(source)
-    if not callable(source) and not isinstance(source, Iterable):
-        raise TypeError(
-            f"source is a {type(source).__name__}; pass a source, a queue, an iterable or a "
-            "function that returns the next message, and None at the end."
-        )
     if callable(source):  # not iter(source, None), which compares: an array has no truth value
         replies = itertools.starmap(source, itertools.repeat(()))
         source = itertools.takewhile(lambda message: message is not None, replies)

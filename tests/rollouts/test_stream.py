@@ -333,5 +333,5 @@ def test_what_would_lose_rollouts_silently_is_refused():
     other = {**RolloutStream(iter(())).state_dict(), "reader": [1, 2]}
     with pytest.raises(ValueError, match=r"belongs to reader \[1, 2\], but this is \[0, 1\]"):
         stream.load_state_dict(other)
-    with pytest.raises(TypeError, match="source is a int"):
+    with pytest.raises(TypeError, match="'int' object is not iterable"):
         RolloutStream(3)
