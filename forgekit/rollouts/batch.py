@@ -247,11 +247,7 @@ def _name(name: Any) -> Hashable:
     name = name.tolist() if hasattr(name, "tolist") else name
     if isinstance(name, list | tuple):
         return tuple(map(_name, name))
-    try:
-        is_comparable = bool(name == name) and isinstance(hash(name), int)
-    except TypeError:
-        is_comparable = False
-    if not is_comparable:
+    if name != name:  # each NaN would be a group of its own
         raise ValueError(
             f"groups has {brief(name)}, which cannot be compared with other names. Name a group "
             "by a number, a text, a tensor, or a tuple of these."

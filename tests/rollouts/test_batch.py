@@ -48,7 +48,6 @@ def test_answers_are_of_one_group_where_its_names_are_equal(kind):
         (torch.tensor([[0], [0], [1], [1]]), r"groups has shape \(4, 1\); it must be \[n\]"),
         (["a", "a", math.nan, math.nan], r"groups has nan, .* cannot be compared"),
         ([(1, math.nan)] * 4, r"groups has nan, .* cannot be compared"),
-        ([{"a": 1}] * 4, r"groups has \{'a': 1\}, .* cannot be compared"),
         (torch.tensor([0, 0, 1]), "there are 3 groups"),
     ],
 )
