@@ -19,9 +19,6 @@ import torch.distributed as dist
 from forgekit.environment import identity
 from forgekit.files import sync
 from forgekit.mesh import build_mesh, shutdown
-from forgekit.verification.local_ranks import LocalRankError, run_local_ranks
-
-TIMEOUT_S = 60.0
 
 
 class Check(NamedTuple):
@@ -46,7 +43,6 @@ def sections(out: Path) -> Iterator[tuple[str, Iterable[Check]]]:
     if rank == 0:
         yield f"folder {out.absolute()}", check_folder(out)
     if world == 1:
-        yield "two ranks, started for this check", check_two_ranks(out)
         return
     try:
         checks = check_ranks(str(out))  # last, since ranks that do not meet wait
@@ -77,17 +73,6 @@ def check_folder(directory: Path) -> Iterator[Check]:
         yield _tried("lock", lambda: _lock(folder), lock, otherwise="note")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def check_two_ranks(out: Path) -> list[Check]:
-    """Start two processes that act as the ranks of a job."""
-    with tempfile.TemporaryDirectory() as folder:
-        where = Path(folder)
-        try:
-            return run_local_ranks(check_ranks, 2, str(out), folder=where, timeout_s=TIMEOUT_S)[0]
-        except LocalRankError as error:
-            remedy = "Look at /etc/hosts and the firewall: ranks talk over TCP."
-            return [Check("sum on cpu", "BAD", f"{str(error).rstrip('.')}. {remedy}")]
 
 
 def check_ranks(directory: str, device: str | None = None) -> list[Check]:
