@@ -158,7 +158,7 @@ def json_objects(file: File) -> Iterator[tuple[str, dict[str, Any]]]:
 def _kind_by(suffix: str, stream: Any, key: str | None) -> str:
     """Name a format by the suffix and, of JSON, by the first line."""
     if suffix not in JSON:
-        return "parquet" if suffix == ".parquet" else "text"
+        return "text"
     pieces = iter(partial(stream.readline, 2**10), b"")  # an array may be one long line
     plain = (piece.removeprefix(codecs.BOM_UTF8) for piece in pieces)
     filled = (piece for piece in plain if piece.strip())
