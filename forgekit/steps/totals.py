@@ -28,6 +28,7 @@ from forgekit.steps.audit.agreement import (
     difference,
 )
 from forgekit.steps.losses import Loss, pair_of
+from forgekit.tensors import HostCopy
 
 LAG = 2
 """Steps after which an accelerator's host reads whether a rank had a problem, as a stop request."""
@@ -259,17 +260,11 @@ def find_problem(totals: Totals, state: TrainState) -> Exception | None:
 
 def _raise_together(agreed_names: AgreedNames, failed: Tensor, problem: Exception | None) -> None:
     """Raise on all ranks if one had a problem; on an accelerator, the problem of two steps ago."""
-    event = None
-    if failed.device.type != "cpu":
-        failed = failed.to("cpu", non_blocking=True)
-        event = torch.get_device_module().Event()
-        event.record()
-    agreed_names.waiting.append((failed, event, problem))
-    if len(agreed_names.waiting) <= (0 if event is None else LAG):
+    agreed_names.waiting.append((HostCopy(failed), problem))
+    if len(agreed_names.waiting) <= (0 if failed.device.type == "cpu" else LAG):
         return
-    failed, event, problem = agreed_names.waiting.popleft()
-    if event is not None:
-        event.synchronize()
+    copy, problem = agreed_names.waiting.popleft()
+    failed = copy.read()
     if isinstance(failed, FakeTensor) or failed.numpy() == 0:  # the first has no value
         return
     reports = exchange(None if problem is None else f"{type(problem).__name__}: {problem}")
