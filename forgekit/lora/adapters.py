@@ -29,6 +29,7 @@ from forgekit.model.nf4 import PIECE, is_packed
 from forgekit.model.transformer import Transformer
 from forgekit.optim.average import average_of
 from forgekit.parallel.fsdp import fsdp_modules, release
+from forgekit.parallel.tensor.tensor_parallel import shared_parameters
 from forgekit.state import TrainState, donate, layout_of, was_parallelized
 from forgekit.tensors import full, local
 
@@ -321,8 +322,5 @@ def _problem(
 
 def _shared_weights(model: nn.Module) -> dict[str, str]:
     """Return linear layers with a shared weight, with a name of the other module."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    pairs = [(one, other) for ties in names.values() for one, other in permutations(ties, 2)]
+    pairs = [pair for names in shared_parameters(model) for pair in permutations(names, 2)]
     return {one.rpartition(".")[0]: other for one, other in pairs}
