@@ -11,7 +11,6 @@ from forgekit.metrics.trackers import (
     make_trackers as make_trackers,
 )
 from forgekit.metrics.hooks import (
-    every_steps as every_steps,
     expert_loads as expert_loads,
     layer_norms as layer_norms,
 )

@@ -10,32 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forgekit.checks import check_integers
 from forgekit.model.moe import MoE
 from forgekit.parallel.layout import size_of
 from forgekit.state import TrainState
 from forgekit.steps.experts import find_routed
 from forgekit.steps.gradients import grad_norms
-from forgekit.steps.make_step import GradientHook
 from forgekit.steps.totals import Totals
 
 LOAD = "moe/load/"
 """Prefix of the metrics of layers' loads."""
-
-
-def every_steps(steps: int, hook: GradientHook) -> GradientHook:
-    """Call a gradient hook every ``steps`` steps only.
-
-    Args:
-        steps: Steps from one call to the next; the step that takes a state to ``state.step ==
-            steps`` is the first. Choose a multiple of ``log_every``, or no row will have it.
-        hook: What to call; every rank calls it in the same steps.
-
-    Raises:
-        ValueError: If ``steps`` is less than 1.
-    """
-    check_integers(steps=(steps, 1))
-    return lambda state, totals: {} if (state.step + 1) % steps else hook(state, totals)
 
 
 def layer_norms(state: TrainState, totals: Totals) -> dict[str, Tensor]:
