@@ -330,9 +330,6 @@ def find_mismatch(
         manifest: The checkpoint's manifest.
         optional: Fields that may be missing there; see ``optional_fields``.
     """
-    if _TOKENS not in manifest["model"]:  # written before padding was distinguished from tokens
-        facts = {k: v for k, v in described["model"].items() if k != _TOKENS}
-        described = {**described, "model": facts}
     both, saved = (described, manifest), manifest["fields"]
     has_state = any(manifest["optimizer"].values())
     has_averages = has_average(described) and has_average(manifest)
