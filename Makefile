@@ -26,7 +26,7 @@ test: .venv/dev ## run every test, those on several ranks included (ARGS="-k wor
 faults: .venv/dev ## plant every fault of tests/faults and see it (ARGS="-k 'parallel:'" selects a room)
 	$(BIN)/pytest tests/faults -m "oracle or not oracle" $(ARGS)
 
-oracle: .venv/dev .venv/torchao ## compare every combination of layout, data and options (long)
+oracle: .venv/dev .venv/torchao .venv/optimizers ## compare every combination of layout, data and options (long)
 	$(BIN)/pytest -m oracle tests $(ARGS)
 
 # One case of each kind is in `make test`.
@@ -63,6 +63,10 @@ clean: ## remove builds and caches; data, runs and .venv stay
 # In a folder of its own: it slows every import of transformers.
 .venv/torchao: .venv/torch constraints.txt
 	$(BIN)/pip install -q -c constraints.txt --no-deps --target $@ torchao
+	@touch $@
+
+.venv/optimizers: .venv/torch constraints.txt
+	$(BIN)/pip install -q -c constraints.txt --no-deps --target $@ muon-optimizer pytorch-optimizer
 	@touch $@
 
 .venv/run: .venv/torch pyproject.toml

@@ -1,13 +1,15 @@
-"""Lion and schedule-free AdamW are what their authors published; the two points of the latter."""
+"""Lion, schedule-free AdamW and chains are what was published; the two points of the second."""
 
 from __future__ import annotations
 
+import importlib
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from lion_pytorch import Lion as TheirLion
-from optim.optimizers import assert_close, parameters_of, rows, small_model, square_loss
+from optim.optimizers import assert_close, draw, parameters_of, rows, small_model, square_loss
 from schedulefree import AdamWScheduleFree
 from torch import nn
 
@@ -76,6 +78,98 @@ def test_what_is_published_is_computed(name):
         train(each, make(each), 6)
     assert_equal(model, other, 1e-12)
     assert not torch.equal(model[0].weight, small_model()[0].weight)
+
+
+parts = fk.optim
+EXACT = {"dtype": torch.float64}
+DECAY, LR = 0.2, 0.03
+CODE = {
+    "SingleDeviceMuon": (
+        "muon",
+        {},
+        (parts.momentum(), parts.orthogonal(adjust_lr="original", **EXACT), parts.decay(DECAY)),
+    ),
+    "NorMuon": (
+        "pytorch_optimizer",
+        {"use_muon": True, "update_scale": "match_rms", "eps": 0.0},
+        (
+            parts.momentum(),
+            parts.orthogonal(**EXACT),
+            parts.row_norm(eps=0.0),
+            parts.decay(DECAY),
+        ),
+    ),
+    "SOAP": (
+        "pytorch_optimizer",
+        {"betas": (0.8, 0.9), "eps": 0.0, "precondition_frequency": 3},
+        (parts.soap(0.8, 0.9, eps=0.0, every=3), parts.decay(DECAY)),
+    ),
+    "Lamb": (
+        "pytorch_optimizer",
+        {"betas": (0.8, 0.9), "eps": 0.0, "weight_decouple": False, "adam_debias": True},
+        (parts.adam(0.8, 0.9, eps=0.0), parts.decay(DECAY), parts.trust_ratio()),
+    ),
+}
+"""By class of theirs: its module, its options, and our chain."""
+
+
+class InFloat64:
+    """Stands in for ``torch`` in SOAP's module: QR in float64, and bases are not sorted."""
+
+    float32 = torch.float64
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def argsort(self, values, *, descending):
+        return torch.arange(len(values))
+
+    def flip(self, basis, dims):
+        return basis
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("shape", [(6, 4), (3, 7)])
+@pytest.mark.parametrize("name", CODE)
+def test_chains_are_the_code_of_others(name, shape, monkeypatch):
+    """Muon by its author, the others as pytorch-optimizer has them; the differences are removed.
+
+    - Theirs run Newton-Schulz in bfloat16 and SOAP's QR in float32; here both run in float64.
+    - Theirs add epsilons elsewhere; all are 0, and Muon's is negligible for large gradients.
+    - SOAP's first step only initialises its bases; with a gradient of zeros to the identity.
+    - SOAP sorts its bases by eigenvalue before each QR; the sort is disabled.
+    - SOAP decays after the update, so that its weights are ours times ``1 - lr * decay``.
+    - LAMB corrects no bias; ours starts at a step at which the corrections are 1.
+    """
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / ".venv" / "optimizers")
+    module, options, chain = CODE[name]
+    kind = getattr(importlib.import_module(module), name)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.double)
+    ours, theirs = (nn.Parameter(draw(*shape)) for _ in range(2))
+    optimizers = [
+        fk.optimizer(nn.ParameterList([ours]), {"*": chain}, lr=LR),
+        kind([{"params": [theirs], **options, "lr": LR, "weight_decay": DECAY}]),
+    ]
+    factor = 1.0
+    if name == "Lamb":
+        optimizers[0].state[ours]["step"] = torch.tensor(1e6, **EXACT)
+    elif name == "NorMuon":
+        iterate = importlib.import_module("pytorch_optimizer.optimizer.utils.matrix")
+        iterate = iterate.zero_power_via_newton_schulz_5
+        monkeypatch.setattr(iterate, "__defaults__", (*iterate.__defaults__[:-1], torch.float64))
+    elif name == "SOAP":
+        monkeypatch.setattr("pytorch_optimizer.optimizer.soap.torch", InFloat64())
+        factor = 1 - LR * DECAY
+        theirs.grad = torch.zeros(shape, **EXACT)
+        optimizers[1].step()
+    ours.data /= factor
+    start = ours.detach().clone()
+    for step in range(24):
+        for parameter, optimizer in zip((ours, theirs), optimizers, strict=True):
+            parameter.grad = draw(*shape, seed=step) * 1e12
+            optimizer.step()
+        torch.testing.assert_close(ours.detach(), theirs.detach() / factor, rtol=0, atol=1e-12)
+    assert (ours - start).abs().min() > 1e-3
 
 
 @pytest.mark.parametrize("options", [{}, {"r": 1.5, "weight_lr_power": 1.0}])

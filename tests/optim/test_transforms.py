@@ -24,6 +24,8 @@ from optim.optimizers import (
 )
 from pool import run_again
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import forgekit as fk
 from forgekit.ranks import CheckpointError
@@ -402,8 +404,8 @@ def link(apply, *names, make=torch.zeros_like, **options):
 
 ADAM, REST = parts.adam(), {"*": parts.adam()}
 REFUSED = {
-    r"^the chain of 'router' takes no parameter of Sequential: it is neither a role \(.* nor a "
-    "pattern of a name that is left": {"router": ADAM, **REST},
+    r"^the chain of 'router' takes no parameter of (FSDP)?Sequential: it is neither a role "
+    r"\(.* nor a pattern of a name that is left": {"router": ADAM, **REST},
     "^no chain takes '1.bias' of the role 'other', so it would never be trained; there": {
         "matrix": ADAM,
         "embedding": ADAM,
@@ -433,12 +435,30 @@ REFUSED = {
 }
 
 
+def refusal(message, mesh=None):
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6))
+    if mesh is not None:
+        fully_shard(model, mesh=mesh)
+    roles = {"0.weight": "embedding", "1.weight": "matrix"}
+    with pytest.raises(ValueError, match=message) as raised:
+        fk.optimizer(model, REFUSED[message], roles=roles)
+    return str(raised.value).replace("FSDP", "")
+
+
 @pytest.mark.parametrize("message", REFUSED)
 def test_chains_that_cannot_be_are_refused_before_a_step(message):
-    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6))
-    roles = {"0.weight": "embedding", "1.weight": "matrix"}
-    with pytest.raises(ValueError, match=message):
-        fk.optimizer(model, REFUSED[message], roles=roles)
+    refusal(message)
+
+
+def refusals(rank, world):
+    mesh = init_device_mesh("cpu", (world,))
+    return [refusal(message, mesh) for message in REFUSED]
+
+
+def test_ranks_that_share_parameters_refuse_such_chains_with_the_same_words():
+    """Shapes in messages are those of whole parameters."""
+    alone = [refusal(message) for message in REFUSED]
+    assert run_again(refusals, 2) == [alone, alone]
 
 
 def test_what_changes_large_inputs_in_place_is_refused_in_its_first_step():
@@ -453,14 +473,25 @@ def test_what_changes_large_inputs_in_place_is_refused_in_its_first_step():
     assert torch.equal(model.weight, before)
 
 
-def test_a_checkpoint_of_another_chain_is_refused(tmp_path):
-    model = build()
+def load_into_another_chain(rank, world, folder):
+    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=world), device="cpu")
+    model, other = (build(mesh=mesh) for _ in range(2))
     chain = (parts.momentum(), parts.decay())
-    state = fk.TrainState.create(model, fk.optimizer(model, {"*": chain}))
+    state = fk.TrainState.create(model, fk.optimizer(model, {"*": chain}), mesh=mesh)
     step_with(model, state.optimizer, 0)
-    fk.checkpoint_save(fk.donate(state, step=1), tmp_path, blocking=True)
-    other = build()
+    fk.checkpoint_save(fk.donate(state, step=1), folder, blocking=True)
     another = {"matrix": (parts.momentum(), parts.clip_norm(1.0), parts.decay()), "*": chain}
+    start, optimizer = parameters_of(other), fk.optimizer(other, another)
     message = "is momentum . decay there and momentum . clip_norm . decay here"
-    with pytest.raises(CheckpointError, match=message):
-        fk.checkpoint_load(fk.TrainState.create(other, fk.optimizer(other, another)), tmp_path)
+    with pytest.raises(CheckpointError, match=message) as raised:
+        fk.checkpoint_load(fk.TrainState.create(other, optimizer, mesh=mesh), folder)
+    assert_close(parameters_of(other), start)
+    assert not any(optimizer.state.values())
+    return re.search("'(.*?)' is", str(raised.value))[1]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_checkpoint_of_another_chain_is_refused(world, tmp_path):
+    """By the parameter's name, on every rank, with weights and state as they were."""
+    found = run_again(load_into_another_chain, world, str(tmp_path))
+    assert found == ["layers.0.attention.query.weight"] * world
