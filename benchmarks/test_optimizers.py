@@ -83,10 +83,11 @@ UPDATES: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], str, floa
 """How each is built, beside what it is timed, and at most what share of that it may take."""
 
 
-@pytest.fixture(scope="module")
-def update_times() -> Times:
-    model = {"vocab_size": 4096, "dim": 256, "heads": 4, "kv_heads": 2, "ffn_dim": 688}
-    spec = fk.TransformerSpec(**model, layers=4, max_seq_len=256)
+@pytest.fixture(scope="module", params=(64, 256))
+def update_times(request: pytest.FixtureRequest) -> tuple[int, Times]:
+    dim: int = request.param
+    model = {"vocab_size": 16 * dim, "heads": 4, "kv_heads": 2, "ffn_dim": 43 * dim // 16}
+    spec = fk.TransformerSpec(**model, dim=dim, layers=4, max_seq_len=256)
 
     def updating(make: Callable[[nn.Module], torch.optim.Optimizer]) -> Callable[[], object]:
         model = fk.Transformer(spec, seed=0)
@@ -95,13 +96,13 @@ def update_times() -> Times:
             parameter.grad = torch.randn_like(parameter)
         return optimizer.step
 
-    return take_turns({name: updating(make) for name, (make, _, _) in UPDATES.items()}, 20)
+    entries = {name: updating(make) for name, (make, _, _) in UPDATES.items()}
+    return dim, take_turns(entries, 20 if dim > 64 else 60)
 
 
 @pytest.mark.parametrize("name", UPDATES)
 def test_update_time(show, update_times, name):
-    _, baseline, most = UPDATES[name]
-    here = ratio(update_times, name, baseline)
-    noise = band(update_times, f"{baseline} again", baseline)
-    show("update, dim 256, 4 layers", update_times, name, ratio=here, band=noise)
+    (dim, times), (_, baseline, most) = update_times, UPDATES[name]
+    here, noise = ratio(times, name, baseline), band(times, f"{baseline} again", baseline)
+    show(f"update, dim {dim}, 4 layers", times, name, ratio=here, band=noise)
     assert here <= most * (1 + noise) or "again" in name, f"{here:.3f}, A/A {noise:.3f}"

@@ -125,16 +125,16 @@ def row_norm(beta2: float = 0.95, eps: float = 1e-8) -> Transform:
     check_decay_rates(beta2)
 
     def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:  # noqa: ARG001
-        (o, i), x = d[0].shape, torch.stack(d)
+        (o, i), old = d[0].shape, torch.stack(state["row_sq"])
+        x = torch.stack(d).to(old.dtype)
+        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         # Of the orthogonal matrix as it was, before its factor: eps is relative to that.
-        factor = 1 / FACTORS["match_rms_adamw"](o, i)
-        norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=state["row_sq"][0].dtype)
-        means = (norms * factor).square() / i
-        v = torch.stack(state["row_sq"]).lerp(means, 1 - beta2)
+        means = norms.square().mul_(FACTORS["match_rms_adamw"](o, i) ** -2 / i)
+        v = old.lerp(means, 1 - beta2)
         scales = 1 / (v.sqrt() + eps)
-        sizes = (means * scales.square()).sum(-2, keepdim=True).sqrt() * math.sqrt(i)
-        scales = scales * (factor * 0.2 * math.sqrt(o * i) / sizes.clamp(min=EPS))
-        return (x * scales).unbind(), {"row_sq": v.unbind()}
+        sizes = torch.linalg.vector_norm(norms * scales, dim=-2, keepdim=True)
+        scales *= 0.2 * math.sqrt(o * i) / sizes.clamp(min=EPS)
+        return x.mul_(scales).unbind(), {"row_sq": v.unbind()}
 
     return transform(apply, {"row_sq": _per_row}, whole=True, name="row_norm")
 

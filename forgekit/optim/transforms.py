@@ -244,8 +244,8 @@ def cautious_decay(rate: float = 0.1, *, everything: bool = False) -> Transform:
 
     def apply(d: Tensors, state: State, at: At) -> tuple[Tensors, State]:
         masks = torch._foreach_mul(d, at.values)
-        for mask in masks:
-            mask.gt_(0)
+        torch._foreach_sign_(masks)
+        torch._foreach_clamp_min_(masks, 0.0)
         return torch._foreach_addcmul(d, at.values, masks, value=at.weight_decay), state
 
     return _decaying(apply, rate, everything, name="cautious_decay")
