@@ -1,7 +1,7 @@
 """Averages of the weights over steps, kept beside them in float32 or wider.
 
-A rule says how much of the weights enters the average after each step. The average is sharded as
-the weights are, and moves on the device: a step that is skipped moves it as little as the weights.
+A rule gives the weight of the current parameters in the average. The average is sharded like the
+parameters and updated on the device; a skipped step leaves it unchanged.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from forgekit.tensors import local, wide
 
 
 class Rule(Protocol):
-    """How much of the weights enters an average."""
+    """How to weight the current parameters in an average."""
 
     def share(self, count: Tensor) -> Tensor:
-        """Return the weights' share of the next average.
+        """Return the weight of the current parameters in the next average.
 
         Args:
-            count: ``[]`` int64: how many steps the average holds.
+            count: ``[]`` int64: number of steps averaged so far.
 
         Returns:
-            ``[]`` float64; 1 replaces the average by the weights.
+            ``[]`` float64; 1 replaces the average by the parameters.
         """
         ...
 
     def counts(self, step: int) -> bool:
-        """Return whether a step, from 0, enters the average."""
+        """Return whether a step, counted from 0, enters the average."""
         ...
 
 
@@ -51,7 +51,7 @@ class EMA:
     decay: float = attrs.field(validator=(attrs.validators.ge(0), attrs.validators.lt(1)))
 
     def begin(self, model: nn.Module, device: torch.device) -> Average:
-        """Begin an average with a model's weights as they are."""
+        """Start an average at a model's current weights."""
         return Average.start(self, model, device)
 
     def share(self, count: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class EMA:
 
 @attrs.frozen
 class UniformAverage:
-    """The mean of the weights after each good step from a step on; before it, the weights.
+    """The mean of the weights after each good step from ``start_step`` on; before, the weights.
 
     Attributes:
         start_step: Number of the first step, from 0, after which the weights enter the mean.
@@ -77,7 +77,7 @@ class UniformAverage:
     start_step: int
 
     def begin(self, model: nn.Module, device: torch.device) -> Average:
-        """Begin an average with a model's weights as they are."""
+        """Start an average at a model's current weights."""
         return Average.start(self, model, device)
 
     def share(self, count: Tensor) -> Tensor:
@@ -96,8 +96,8 @@ class Average:
     Attributes:
         rule: How it is computed.
         parameters: The parameters by name.
-        values: Their averages by name, in float32 or wider, sharded as they are.
-        count: ``[]`` int64: how many steps' weights it holds.
+        values: Their averages by name, in float32 or wider, sharded like them.
+        count: ``[]`` int64: number of steps averaged so far.
     """
 
     rule: Rule
@@ -107,7 +107,7 @@ class Average:
 
     @classmethod
     def start(cls, rule: Rule, model: nn.Module, device: torch.device) -> Average:
-        """Begin an average with a model's weights as they are.
+        """Start an average at a model's current weights.
 
         Args:
             rule: ``EMA`` or ``UniformAverage``.
@@ -120,14 +120,14 @@ class Average:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin again with the weights as they are, in place."""
+        """Reset the average to the current weights, in place."""
         for name, value in self.values.items():
             local(value).copy_(local(self.parameters[name]))
         self.count.zero_()
 
     @torch.no_grad()
     def advance(self, finite: Tensor, step: int) -> None:
-        """Take the weights after a step into the average, in place, unless the step was skipped.
+        """Update the average with the weights after a step, in place; a skipped step has no effect.
 
         Args:
             finite: ``[]`` bool on the device: whether the step was good.
@@ -143,5 +143,5 @@ class Average:
 
 
 def average_of(state: Any) -> Average | None:
-    """Return a state's running average; a field of a user's own may have that name."""
+    """Return a state's running average, or None; a user's own field may have the same name."""
     return state.average if isinstance(state.average, Average) else None

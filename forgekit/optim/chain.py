@@ -1,4 +1,4 @@
-"""Several optimizers as one: to the step, to a checkpoint, and to ``state_dict``."""
+"""Several optimizers that step, save and load as one."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from torch.optim import Optimizer
 
 
 def chain_optimizers(*optimizers: Optimizer) -> Chained:
-    """Join optimizers over different parameters of a model into one.
+    """Combine optimizers over disjoint parameters into one.
 
-    The usual pair is one for matrices and one for all else. Each keeps its own hyperparameters. A
-    step's schedule sets the learning rate of all of them; a group whose rate is to differ has an
-    ``lr_scale``, by which the scheduled rate is multiplied.
+    Typically one is for matrices and one for everything else. Each keeps its own hyperparameters.
+    The schedule sets the learning rate of all groups, times each group's ``lr_scale``.
 
     Args:
-        *optimizers: At least one; no parameter may be in two of them. They belong to the result
-            from now on: use it in their stead. A chain among them stands for its members.
+        *optimizers: At least one; no parameter may be in two of them. The result takes them over:
+            step only the result. A chain among them is replaced by its members.
 
     Returns:
         An optimizer with the groups and the state of all members.
 
     Raises:
-        ValueError: If there is none, or two of them hold the same parameter.
+        ValueError: If no optimizer is given, or two of them hold the same parameter.
 
     Examples:
         >>> model = torch.nn.Linear(3, 2)
@@ -40,8 +39,8 @@ def chain_optimizers(*optimizers: Optimizer) -> Chained:
 class Chained(Optimizer):
     """Optimizers that step together; ``chain_optimizers`` makes one.
 
-    Members share one ``state``, so a parameter's entries are found by the parameter, as they are in
-    any other optimizer; that is all that a checkpoint needs.
+    Members share one ``state``, keyed by parameter as in any other optimizer, which is all that a
+    checkpoint needs.
 
     Attributes:
         members: The optimizers, in the order in which they step.
@@ -53,7 +52,7 @@ class Chained(Optimizer):
         super().__init__([group for member in members for group in member.param_groups], {})
         self.members = tuple(members)
         for member in members:
-            # Whoever reads member.state[parameter] of another member's leaves an empty entry there.
+            # Reading member.state[parameter] of another member's parameter creates an empty entry.
             self.state.update({key: entry for key, entry in member.state.items() if entry})
         self._share()
 
@@ -62,7 +61,7 @@ class Chained(Optimizer):
         """Step each member.
 
         Args:
-            closure: Computes the loss again; called once, before the first member.
+            closure: Recomputes the loss; called once, before the first member.
 
         Returns:
             What the closure returned, else None.
@@ -80,10 +79,10 @@ class Chained(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take a member's group while the chain is made; later it would belong to no member.
+        """Accept a member's group during construction; a later one would belong to no member.
 
         Raises:
-            TypeError: If the chain is made already.
+            TypeError: After construction.
         """
         if self.members:
             raise TypeError(
@@ -100,7 +99,7 @@ class Chained(Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Give each member its groups and the state of all, as after loading its own."""
+        """Give each member its own groups and the shared state."""
         groups = iter(self.param_groups)
         for member in self.members:
             its_groups = [next(groups) for _ in member.param_groups]

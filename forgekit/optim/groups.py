@@ -1,8 +1,8 @@
-"""Which parameters decay, and what each is for.
+"""Weight-decay groups, and the role of each parameter.
 
-Roles are read from the model's own table of names, never from the number of dimensions: an
-embedding and a head are matrices too, and so are a router and the factors of an adapter. An
-optimizer of matrices is for the projections between hidden states alone.
+Roles are read from the model's own table of names, never from shapes: embeddings, heads, routers
+and the factors of adapters are matrices too, but optimizers of matrices are meant for projections
+between hidden states.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from forgekit.checks import check_choice, check_numbers
 from forgekit.optim.chain import Chained
 
 ROLES = ("matrix", "embedding", "head", "router", "norm", "adapter", "other")
-"""What a table may say; a parameter that it does not name is "other"."""
+"""Valid roles; a parameter that matches no pattern is "other"."""
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trainable parameters into matrices that decay and the rest, which does not.
+    """Group trainable parameters by weight decay: matrices decay, everything else does not.
 
     Embeddings, norms and biases do not decay: pulling a rare token's embedding or a norm's scale
     towards zero regularises nothing. An output projection tied to the embedding is an embedding.
@@ -35,7 +35,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         Parameter groups for any ``torch.optim.Optimizer``; groups without parameters are left out.
 
     Raises:
-        ValueError: If ``weight_decay`` is negative or not finite, or nothing is trainable.
+        ValueError: If ``weight_decay`` is negative or not finite, or no parameter is trainable.
 
     Examples:
         >>> groups = decay_groups(nn.Linear(2, 2), weight_decay=0.1)
@@ -57,15 +57,15 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
 
 def parameters_by_optimizer(model: nn.Module, optimizer: Optimizer) -> dict[str, list[str]]:
-    """List which optimizer takes which parameters, for a table at the start of a run.
+    """List the parameters that each optimizer updates.
 
     Args:
         model: The model.
-        optimizer: Its optimizer, a chain of several or one.
+        optimizer: Its optimizer, possibly a chain of several.
 
     Returns:
-        Names of parameters by the class of the optimizer, or the transforms of the chain, that
-        steps them, those of trainable parameters that nobody steps under ``"none"``.
+        Parameter names by optimizer class, or by the transforms of a chain; trainable parameters
+        without an optimizer are under ``"none"``.
 
     Examples:
         >>> model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 1, bias=False))
@@ -87,12 +87,12 @@ def name_of(optimizer: Optimizer) -> str:
 
 
 def roles_of(model: nn.Module, table: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Find the role of each trainable parameter.
+    """Return the role of each trainable parameter.
 
     Args:
         model: The model, or a module around models that have a table.
-        table: Patterns of parameter names to roles; the first that matches counts. By default
-            what the model, or modules in it, have as ``roles``, with names as seen from there.
+        table: Patterns of parameter names to roles; the first match counts. Defaults to the
+            ``roles`` of the model and its modules, with names relative to the module.
 
     Returns:
         Roles by parameter name.
@@ -120,7 +120,7 @@ def roles_of(model: nn.Module, table: Mapping[str, str] | None = None) -> dict[s
         check_choice("a role", role, ROLES)
     check_patterns("roles", model, table or ())
     roles = {name: "other" for name, p in model.named_parameters() if p.requires_grad}
-    for module, patterns in reversed(tables.items()):  # an outer module's table counts
+    for module, patterns in reversed(tables.items()):  # outer tables take precedence
         prefix = f"{module}." if module else ""
         for name in roles:
             if name.startswith(prefix):
@@ -131,18 +131,18 @@ def roles_of(model: nn.Module, table: Mapping[str, str] | None = None) -> dict[s
 
 
 def check_patterns(argument: str, model: nn.Module, patterns: Iterable[str]) -> None:
-    """Refuse a pattern that matches no parameter.
+    """Raise if a pattern matches no parameter.
 
-    Nothing is refused of a model that is split into pipeline stages: the pattern may name what
-    another rank holds.
+    A model that is split into pipeline stages is not checked: the pattern may match a parameter of
+    another rank.
 
     Args:
-        argument: What the patterns were given as.
+        argument: Name of the argument, for the message.
         model: The model.
         patterns: Patterns of parameter names.
 
     Raises:
-        ValueError: With the pattern and names that there are.
+        ValueError: If a pattern matches no parameter.
     """
     names = [name for name, _ in model.named_parameters()]
     is_whole = not any(getattr(module, "is_absent", False) for module in model.modules())

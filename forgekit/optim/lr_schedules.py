@@ -2,7 +2,7 @@
 
 A schedule has no state: the rate at step 1,000 is the same whether the run was stopped before or
 not. Steps are optimizer steps and start at 0; the first rate of a warm-up is above 0, because a
-step that changes nothing is a step wasted. Past the end the last rate stays.
+step that changes nothing is a step wasted. Past its end a schedule stays at its last rate.
 """
 
 from __future__ import annotations
@@ -185,25 +185,25 @@ def join_schedules(*schedules: Schedule, at: Sequence[int]) -> Schedule:
 def with_phases(
     schedule: Schedule, phases: Sequence[Any], global_batch_size: Any
 ) -> PhasedSchedule:
-    """Multiply a schedule by the scale of the phase that its step is in.
+    """Multiply a schedule by the ``lr_scale`` of the current phase.
 
-    A phase starts at a sample; the step that holds this sample, at whatever position, is the first
-    with the new scale. Scales do not multiply each other: a phase without one is back at 1.
-    ``make_step`` says which samples a step holds, so the scale changes with the data, also after a
-    resume with another global batch size and where samples are left out.
+    A phase starts at a sample; the step that contains this sample is the first with the new scale.
+    Scales do not accumulate: a phase without one is back at 1. ``make_step`` passes the samples of
+    each step, so the scale follows the data, also after a resume with another global batch size
+    and when samples are skipped.
 
     Args:
         schedule: Any schedule.
         phases: Each with a ``start``, its first sample, and an ``lr_scale``, as ``forgekit.Phase``;
             by increasing start.
-        global_batch_size: Samples that each step consumes, over all ranks: where nobody says
-            otherwise, step ``i`` holds the samples from ``i * global_batch_size`` on. Or the
-            ``Sizes`` of ``forgekit.data.make_sizes``: where these change, the schedule counts steps
-            of the first size, up to the step's last sample. So a step of twice the positions counts
+        global_batch_size: Samples per step, over all ranks: without ``end``, step ``i`` holds the
+            samples from ``i * global_batch_size`` on. Or the ``Sizes`` of
+            ``forgekit.data.make_sizes``: if these change, the schedule counts steps of the first
+            size, up to the step's last sample. So a step of twice the positions counts
             as two, and the run's length is ``sizes.progress(sizes.samples(steps))``.
 
     Returns:
-        A pure function of the step, and of where in the data it ends.
+        A pure function of the step and, as ``end``, of the samples up to its last one.
 
     Raises:
         ValueError: If phases do not increase.
@@ -224,13 +224,13 @@ def with_phases(
 
 @attrs.frozen
 class PhasedSchedule:
-    """A schedule whose scale changes at samples; ``with_phases`` makes one.
+    """A schedule whose scale changes at samples; ``with_phases`` creates one.
 
     Attributes:
-        schedule: What is scaled.
+        schedule: The schedule to scale.
         starts: Samples at which the scale changes.
         scales: The scale before the first of them, and from each on.
-        global_batch_size: Samples of a step, where nobody says otherwise; or sizes.
+        global_batch_size: Samples per step without ``end``; or sizes.
     """
 
     schedule: Schedule
@@ -243,7 +243,7 @@ class PhasedSchedule:
 
         Args:
             step: The step.
-            end: Rows of the data up to the step's last one, those that were left out included.
+            end: Number of samples up to the step's last one, including skipped ones.
         """
         sizes, changes = self.global_batch_size, hasattr(self.global_batch_size, "progress")
         last: int = end or (sizes.samples(step + 1) if changes else (step + 1) * sizes)
@@ -253,15 +253,15 @@ class PhasedSchedule:
 
 
 def check_rates(optimizer: Optimizer, schedule: Schedule, steps: int) -> None:
-    """Refuse a learning rate that an optimizer was given and that its schedule never has.
+    """Raise if an optimizer was given a learning rate that the schedule never has.
 
-    A step sets the rate of each group to the schedule's times the group's ``lr_scale``: another
-    one would be dropped.
+    A step sets the rate of each group to the schedule's times the group's ``lr_scale``: any other
+    rate would be ignored.
 
     Args:
         optimizer: Before its first step.
-        schedule: What sets the rates.
-        steps: How many steps of the schedule are searched.
+        schedule: The schedule that sets the rates.
+        steps: Number of steps of the schedule to search.
 
     Raises:
         ValueError: If a group's rate is neither its optimizer's default nor the schedule's.
@@ -285,7 +285,7 @@ def check_rates(optimizer: Optimizer, schedule: Schedule, steps: int) -> None:
 
 
 def _default_rate(optimizer: Optimizer) -> Any:
-    """The rate of an optimizer of that class that was given none; None if it needs arguments."""
+    """The default learning rate of an optimizer's class; None if it needs arguments."""
     kind: Any = type(optimizer)
     if (usual := getattr(optimizer, "usual_lr", None)) is not None:  # of a chain
         return usual
@@ -323,6 +323,6 @@ def _warmed_decay(peak: float, warmup: int, total: int, final: float, shape: Dec
 
 
 def _warmed(schedule: Schedule, steps: int) -> Schedule:
-    # An integer: a warm-up of 0.1 would be none, in silence.
+    # An integer: a warm-up of 0.1 would silently be none.
     check_integers(warmup=(steps, 0))
     return lambda step: schedule(step) * min((step + 1) / steps, 1.0) if steps else schedule(step)

@@ -1,6 +1,6 @@
 """Transforms of whole matrices: orthogonal directions, row norms, SOAP, factored moments.
 
-They are written as for one process: a matrix and its state are whole, on the rank that owns it.
+Written as for one process: each matrix and its state are whole on the rank that owns it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _EXPRESS = (
     (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
     (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
 )
-# Each is narrowed by 1.01, so that rounding drives no singular value out of its interval.
+# Each is narrowed by 1.01, so that rounding pushes no singular value out of its interval.
 POLAR_EXPRESS = (
     *((a / 1.01, b / 1.01**3, c / 1.01**5) for a, b, c in _EXPRESS),
     (1.875, -1.25, 0.375),
 )
-"""The best quintic for each iteration; later ones repeat the last."""
+"""The optimal quintic of each iteration; later ones repeat the last."""
 _SCHEDULES = {"newton_schulz": NEWTON_SCHULZ, "polar_express": POLAR_EXPRESS}
 
 FACTORS: Mapping[str, Callable[[int, int], float]] = {
@@ -52,7 +52,7 @@ FACTORS: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda o, i: math.sqrt(max(1.0, o / i)),
     "none": lambda o, i: 1.0,  # noqa: ARG005
 }
-"""By what the direction of an ``[o i]`` matrix is multiplied."""
+"""The factor of the direction of an ``[o i]`` matrix."""
 
 
 def orthogonal(
@@ -62,12 +62,12 @@ def orthogonal(
     dtype: torch.dtype = torch.bfloat16,
     adjust_lr: AdjustLr = "match_rms_adamw",
 ) -> Transform:
-    """Singular values near 1, times a factor: ``d / |d|``, then ``a x + b x x' x + c (x x')**2 x``.
+    """Orthogonalize ``x = d / |d|`` by ``x <- a x + b x x' x + c (x x')**2 x``, times a factor.
 
     Args:
-        coefficients: ``a, b, c``, the same for all iterations or the best for each.
+        coefficients: ``a, b, c``, the same for all iterations or optimal for each.
         steps: Iterations.
-        dtype: The dtype of the iteration; directions travel in it.
+        dtype: The dtype of the iteration, and of directions sent between ranks.
         adjust_lr: The factor of an ``[o i]`` matrix, see ``fk.muon``; ``"none"`` is 1.
 
     References:
@@ -88,7 +88,7 @@ def orthogonal(
 def orthogonalize(
     matrices: Tensor, schedule: Sequence[tuple[float, float, float]], steps: int, scale: float
 ) -> Tensor:
-    """Replace each matrix's singular values by about 1, and multiply it by a scale.
+    """Bring each matrix's singular values near 1, and multiply it by a scale.
 
     Args:
         matrices: ``[n o i]``, in the dtype of the iteration.
@@ -110,7 +110,7 @@ def orthogonalize(
 
 
 def row_norm(beta2: float = 0.95, eps: float = 1e-8) -> Transform:
-    """NorMuon, behind ``orthogonal``: each row over the root of the mean of its mean squares ``v``.
+    """Divide each row by the root of its running mean square ``v``: NorMuon, after ``orthogonal``.
 
     ``v <- b2 v + (1 - b2) mean(d * d)`` by row, ``x = d / (sqrt(v) + eps)``, and the direction is
     ``0.2 sqrt(o i) x / |x|``, as large as AdamW's.
@@ -128,7 +128,7 @@ def row_norm(beta2: float = 0.95, eps: float = 1e-8) -> Transform:
         (o, i), old = d[0].shape, torch.stack(state["row_sq"])
         x = torch.stack(d).to(old.dtype)
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        # Of the orthogonal matrix as it was, before its factor: eps is relative to that.
+        # Mean squares of the orthogonal matrix without its factor: eps is relative to them.
         means = norms.square().mul_(FACTORS["match_rms_adamw"](o, i) ** -2 / i)
         v = old.lerp(means, 1 - beta2)
         scales = 1 / (v.sqrt() + eps)
@@ -149,16 +149,16 @@ def soap(
     """Adam in the eigenbases ``p, q`` of the means ``l`` of ``d d'`` and ``r`` of ``d' d``.
 
     ``m <- b1 m + (1 - b1) d``, ``v <- b2 v + (1 - b2) (p' d q)**2``; the direction is
-    ``p (c1 p' m q / (sqrt(c2 v) + eps)) q'``, ``c1`` and ``c2`` Adam's corrections. In every
-    ``every``-th step of the run one power iteration brings the bases up to date for the next one:
-    ``p <- qr(l p)``. They begin as the identity; the published code begins with eigenvectors
-    instead, in a first step that moves nothing.
+    ``p (c1 p' m q / (sqrt(c2 v) + eps)) q'``, ``c1`` and ``c2`` Adam's corrections. Every
+    ``every``-th step of the run updates the bases for the next step by one power iteration,
+    ``p <- qr(l p)``. They start as the identity. The published code starts with eigenvectors of the
+    first gradients, which update nothing, and sorts bases by eigenvalue before each ``qr``.
 
     Args:
         beta1: Decay rate of ``m``.
         beta2: Decay rate of ``v``, ``l`` and ``r``.
         eps: Added to the root.
-        every: Steps between two iterations of the bases.
+        every: Steps between two updates of the bases.
 
     References:
         https://arxiv.org/abs/2409.11321
@@ -190,12 +190,12 @@ def adafactor(power: float = 0.8, *, eps: float = 1e-30, most: float = 1.0) -> T
     """``d / sqrt(r c / mean(r))`` with ``r, c`` the means of squares by row and by column.
 
     ``r <- b r + (1 - b) mean(d * d + eps)`` with ``b = 1 - t**-power``, ``c`` alike; a direction
-    whose root mean square is above ``most`` is divided down to it.
+    whose root mean square exceeds ``most`` is scaled down to it.
 
     Args:
         power: How fast ``b`` rises.
         eps: Added to the squares.
-        most: Bound of the root mean square.
+        most: Upper bound of the root mean square.
 
     References:
         https://arxiv.org/abs/1804.04235

@@ -1,4 +1,4 @@
-"""Optimizers with a name, built over a model: AdamW, Lion, Muon."""
+"""Named optimizers over a model's parameters: AdamW, Lion, Muon."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def adamw(
 ) -> torch.optim.AdamW | Composed:
     """Build fused AdamW over a model's trainable parameters, with decay groups.
 
-    Parameters in bfloat16 lose updates below 1/512 of their size where they are rounded to
-    nearest. With ``stochastic_rounding`` they are rounded up or down at random, with the right
-    mean and the same bits in every layout, and need no float32 masters.
+    Rounding to nearest loses updates below 1/512 of a bfloat16 parameter. ``stochastic_rounding``
+    rounds up or down at random, without bias and with the same bits in every layout, and needs no
+    float32 masters.
 
     Args:
         model: The model, after ``parallelize`` where there is more than one rank.
@@ -46,7 +46,7 @@ def adamw(
         ``stochastic_rounding`` an optimizer with the same formula.
 
     Raises:
-        ValueError: If a number is out of range, or no parameter is there to be rounded.
+        ValueError: If a number is out of range, or no parameter is in bfloat16 to be rounded.
 
     References:
         https://arxiv.org/abs/1711.05101
@@ -80,7 +80,7 @@ def lion(
     Args:
         model: The model, after ``parallelize`` where there is more than one rank.
         lr: Learning rate until a step's schedule sets it.
-        betas: How much of the mean gradient is kept, for the sign and for the next mean.
+        betas: Weights of the mean gradient, in the sign and in the next mean.
         weight_decay: Decoupled decay of matrices; see ``decay_groups`` for what does not decay.
 
     Returns:
@@ -109,12 +109,12 @@ def muon(
     eps: float = 1e-8,
     rest_lr_scale: float = 1.0,
 ) -> Chained:
-    """Build Muon for a model's matrices and AdamW for all else, as one optimizer.
+    """Build Muon for a model's matrices and AdamW for everything else, as one optimizer.
 
-    Which parameters are matrices is said by the model's ``roles``: attention and feed-forward
-    projections and stacks of experts. Embeddings, heads, routers, norms and adapters go to fused
-    AdamW, with decay as in ``decay_groups``. Matrices that ranks share are orthogonalised whole:
-    the result does not depend on the layout.
+    The model's ``roles`` say which parameters are matrices: attention and feed-forward projections
+    and stacks of experts. Embeddings, heads, routers, norms and adapters go to fused AdamW, with
+    decay as in ``decay_groups``. Sharded matrices are orthogonalised whole, so the result does not
+    depend on the layout.
 
     Args:
         model: The model, after ``parallelize`` where there is more than one rank.
@@ -129,8 +129,8 @@ def muon(
         ns_dtype: The dtype of the iteration.
         roles: Patterns of parameter names to roles, for a model without a table:
             ``{"layers.*.weight": "matrix"}``.
-        split: Patterns of parameter names to numbers of rows, for matrices that hold several:
-            ``{"*.qkv.weight": (64, 32, 32)}``; each is orthogonalised by itself.
+        split: Patterns of parameter names to numbers of rows, for fused matrices:
+            ``{"*.qkv.weight": (64, 32, 32)}``; each part is orthogonalised separately.
         betas: Decay rates of AdamW's moments.
         eps: Added to the root of AdamW's second moment.
         rest_lr_scale: AdamW's learning rate over that of the matrices: its groups' ``lr_scale``.
@@ -139,8 +139,8 @@ def muon(
         A chain of optimizers: of momentum, ``orthogonal`` and ``decay``, and fused AdamW.
 
     Raises:
-        ValueError: If the model has no table of roles, a pattern matches nothing, or what has the
-            role of a matrix is neither one nor a stack of them.
+        ValueError: If the model has no table of roles, a pattern matches nothing, or a parameter
+            with the role ``"matrix"`` is neither a matrix nor a stack of them.
 
     Examples:
         >>> model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 2))

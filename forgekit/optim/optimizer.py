@@ -1,4 +1,4 @@
-"""One optimizer from chains of transforms, each for a role or a pattern of names."""
+"""Optimizers composed of chains of transforms, each for a role or a pattern of names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from forgekit.optim.transforms import Transform, check_chain, split_chain
 Names = dict[Tensor, str]
 
 NOTHING = torch.empty(6, 4, device="meta")
-"""What a chain without parameters is tried on: a stage of a pipeline may have none for it."""
+"""Stands in for the parameters of a chain that has none on this stage of a pipeline."""
 
 
 def optimizer(
@@ -33,28 +33,28 @@ def optimizer(
     roles: Mapping[str, str] | None = None,
     split: Mapping[str, Sequence[int]] | None = None,
 ) -> Optimizer:
-    """Build an optimizer from chains of transforms: what each makes of gradients is the update.
+    """Build an optimizer from chains of transforms, which turn gradients into updates.
 
     A parameter goes to the first chain whose key is its role or a pattern of its name. Chains of
-    ``adam`` and ``decay`` alone are torch's fused AdamW, to the bit. Transforms of whole matrices
-    run on the rank that owns each matrix, and their state is saved by the parameter's name.
+    only ``adam`` and ``decay`` run as torch's fused AdamW, bit for bit. Transforms of whole
+    matrices run on the rank that owns each matrix, with state saved by the parameter's name.
 
     Args:
         model: The model, after ``parallelize`` where there is more than one rank.
         chains: By role (see ``roles_of``) or pattern of parameter names; ``"*"`` takes the rest.
         lr: Learning rate until a step's schedule sets it.
         roles: Patterns of parameter names to roles, for a model without a table.
-        split: Patterns of parameter names to numbers of rows, for matrices that hold several:
-            transforms of whole matrices take each by itself.
+        split: Patterns of parameter names to numbers of rows, for fused matrices: transforms of
+            whole matrices see each part separately.
 
     Returns:
-        A ``torch.optim.Optimizer`` that skips a bad step on the device; of several kinds of chains
-        a chain of optimizers. Each has the name of its chain in ``parameters_by_optimizer``.
+        A ``torch.optim.Optimizer`` that skips a bad step on the device; for several kinds of chains
+        a chain of optimizers, each named after its transforms in ``parameters_by_optimizer``.
 
     Raises:
         ValueError: If a chain fits no parameter, or a parameter no chain; if a role is unknown; if
-            a transform that needs whole matrices gets a vector; if two in a chain name one state;
-            if a transform returns another shape, or changes its inputs in place.
+            a transform that needs whole matrices gets a vector; if two transforms of a chain
+            use one state name; if one returns another shape, or changes its inputs in place.
 
     Examples:
         >>> import forgekit as fk
@@ -80,7 +80,7 @@ def optimizer(
             if (wholes := split_chain(chain)[1]) and parameter.ndim not in (2, 3):
                 raise ValueError(
                     f"{name!r} has the shape {tuple(parameter.shape)}, and {wholes[0].name} in the "
-                    f"chain of {key!r} takes matrices [o i] and stacks [e o i]. Give it another."
+                    f"chain of {key!r} takes matrices [o i] and stacks [e o i]. Assign another one."
                 )
         reads = check_chain(key, chain, next(iter(names), NOTHING))
         groups = [{**group, **scales} for group in _groups(key, chain, names, decays, split or {})]
@@ -96,12 +96,12 @@ def optimizer(
 
 
 class Composed(Optimizer):
-    """Steps its parameters by one chain of transforms; ``optimizer`` makes one of each chain.
+    """Updates parameters by one chain of transforms; ``optimizer`` creates one per chain.
 
     Attributes:
         chain: The transforms.
         label: Its name in tables and checkpoints.
-        usual_lr: The rate of one that was given none.
+        usual_lr: The default learning rate.
     """
 
     _step_supports_amp_scaling = True
@@ -118,7 +118,7 @@ class Composed(Optimizer):
         return step_chain(self, lambda _: self.chain, closure, reads=self._reads)
 
     def owned(self) -> dict[Tensor, list[int]]:
-        """Which matrices of each parameter's stack this rank holds the state of."""
+        """List the matrices in each parameter's stack whose state this rank holds."""
         owned: dict[Tensor, list[int]] = {}
         for group in self.param_groups if split_chain(self.chain)[1] else ():
             parts = len(group["rows"] or [1])
@@ -136,7 +136,7 @@ class Composed(Optimizer):
 def _assign(
     model: nn.Module, chains: Mapping[str, Chain], table: Mapping[str, str] | None
 ) -> dict[str, list[str]]:
-    """Names of trainable parameters by the key of the chain that takes them."""
+    """Map the key of each chain to the names of its trainable parameters."""
     needs_roles = table is not None or any(key in ROLES for key in chains)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     roles = roles_of(model, table) if needs_roles else dict.fromkeys(names, "")
@@ -154,9 +154,9 @@ def _assign(
     for key, its_names in taken.items():
         if is_whole and not its_names and key != "*":
             raise ValueError(
-                f"the chain of {key!r} takes no parameter of {type(model).__name__}: it is neither "
-                f"a role ({quoted(sorted({*roles.values()} - {''}) or ROLES)}) nor a pattern of a "
-                f"name that is left, such as {names[0]!r}. Remove it, or move it before others."
+                f"the chain of {key!r} takes no parameter of {type(model).__name__}: it neither is "
+                f"a role ({quoted(sorted({*roles.values()} - {''}) or ROLES)}) nor matches a "
+                f"remaining name, such as {names[0]!r}. Remove it, or move it before others."
             )
     return taken
 
@@ -168,12 +168,12 @@ def _groups(
     groups: dict[tuple[float, tuple[int, ...] | None], list[Tensor]] = {}
     rules = [each.options for each in chain if "rate" in each.options]
     if len(rules) > 1:
-        raise ValueError(f"the chain of {key!r} decays twice; leave one of them out.")
+        raise ValueError(f"the chain of {key!r} decays twice; remove one of them.")
     rule = rules[0] if rules else {"rate": 0.0, "everything": True}
     for parameter, name in names.items():
         rows = next((tuple(rows) for p, rows in split.items() if fnmatchcase(name, p)), None)
-        is_told = rule["everything"] or key in ("embedding", "norm", name)
-        rate = rule["rate"] if is_told or parameter in decays else 0.0
+        decays_all = rule["everything"] or key in ("embedding", "norm", name)
+        rate = rule["rate"] if decays_all or parameter in decays else 0.0
         groups.setdefault((rate, rows), []).append(parameter)
     kinds = sorted(groups, key=lambda kind: -kind[0])
     return [

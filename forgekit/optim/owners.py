@@ -1,8 +1,8 @@
-"""Which rank owns which whole matrix, how shards travel to owners and back, and sums over shards.
+"""Owners of whole matrices: assignment, exchange of shards with them, and sums over shards.
 
-What needs whole matrices runs on one rank for each: ranks exchange shards so that each gets some of
-the matrices whole, and send the results back. No matrix is computed twice, and none is gathered
-where it is not needed. Dimensions of a mesh are undone one at a time.
+Transforms of a whole matrix run on one rank, its owner: ranks exchange shards so that each owner
+has its matrices whole, and receive the results. No matrix is computed twice, and none is gathered
+on a rank that does not need it. Mesh dimensions are undone one at a time.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch.distributed.tensor import DTensor
 from forgekit.optim.shards import Split, splits_of
 
 CACHED = 2**18
-"""Elements of matrices that a CPU iterates at once: copies of more do not stay in its caches."""
+"""Maximum number of elements that a CPU iterates at once: copies of more exceed its caches."""
 
 Legs = list[tuple[Split, list[int]]]
-"""Exchanges in order: each undoes a split, and gives each of its ranks so many of the matrices."""
+"""Exchanges in order: the split that each undoes, and how many matrices each rank gets."""
 
 
 @attrs.frozen
 class Bundle:
-    """Parameters of one shape and layout, whose matrices travel together to their owners.
+    """Parameters of one shape and layout, whose matrices are sent to their owners together.
 
     Attributes:
         parameters: Matrices ``[o i]``, or stacks of them ``[e o i]``.
-        legs: The way of their matrices to the owners.
+        legs: The exchanges from shards to owners.
         owned: The matrices that this rank owns: the parameter, and the number in its stack.
     """
 
@@ -43,10 +43,10 @@ class Bundle:
 def bundles(parameters: Sequence[Tensor]) -> Iterator[Bundle]:
     """Group parameters by shape and layout, and choose the owner of each matrix.
 
-    The owners depend on the parameters alone, so that their state stays where it is.
+    Owners depend on the parameters alone, so that state never moves.
 
     Args:
-        parameters: All of an optimizer's group.
+        parameters: All parameters of an optimizer's group.
     """
     alike: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
@@ -56,7 +56,7 @@ def bundles(parameters: Sequence[Tensor]) -> Iterator[Bundle]:
     start = 0
     for all_alike in alike.values():
         like = all_alike[0]
-        # As many at once as the caches of a CPU hold; elsewhere, and shared among ranks, all.
+        # As many at once as fit the caches of a CPU; on other devices, and if sharded, all.
         is_cached = like.device.type == "cpu" and not isinstance(like, DTensor)
         size = max(1, CACHED // max(1, like.numel())) if is_cached else len(all_alike)
         splits = splits_of(like)
@@ -65,25 +65,25 @@ def bundles(parameters: Sequence[Tensor]) -> Iterator[Bundle]:
         for split in stacks:  # in the order in which they split
             first += sum(split.sizes[: split.rank])
             each = split.sizes[split.rank]
-        # Ranks that hold whole matrices of a stack have nothing to exchange for that.
+        # A split of the stack leaves matrices whole, so there is nothing to exchange.
         rest = [split for split in splits if split not in stacks]
         for begin in range(0, len(all_alike), size):
             some = all_alike[begin : begin + size]
             legs, numbers = _route(len(some) * each, rest, start)
             owned = [(some[number // each], first + number % each) for number in numbers]
             yield Bundle(some, legs, owned)
-            start += len(some)  # so that not all begin with the same rank
+            start += len(some)  # so that owners start at different ranks
 
 
 def _route(count: int, splits: Sequence[Split], start: int) -> tuple[Legs, range]:
-    """Share matrices among ranks; return how they travel, and the numbers of this rank's."""
+    """Assign matrices to ranks; return the exchanges and the numbers of this rank's matrices."""
     legs, begin = Legs(), 0
-    # Copies first: they share the matrices without sending anything.
+    # Replicas first: they divide the matrices without communication.
     copies = [split for split in splits if split.dim is None]
     for split in copies + [s for s in reversed(splits) if s.dim is not None]:
         ranks = split.group.size()
         each, left = divmod(count, ranks)
-        # The first of those that are left over goes to `start`.
+        # The remainder is assigned from rank `start` on.
         counts = [each + ((rank - start) % ranks < left) for rank in range(ranks)]
         legs.append((split, counts))
         begin += sum(counts[: split.rank])
@@ -124,14 +124,14 @@ def from_owners(matrices: Tensor, legs: Legs) -> Tensor:
 
 
 def total_over_shards(parameters: Sequence[Tensor], numbers: Sequence[Tensor]) -> list[Tensor]:
-    """Add up a number of each parameter over the ranks that share it.
+    """Sum one number per parameter over the parameter's shards.
 
     Args:
         parameters: Sharded or not.
-        numbers: One for each, ``[]`` or all of one shape: of this rank's shard.
+        numbers: One per parameter, of this rank's shard; ``[]`` or all of one shape.
 
     Returns:
-        The sums, one collective for each dimension of a mesh on which parameters are sharded.
+        The sums; they cost one all-reduce for each mesh dimension that shards.
     """
     sums = [*numbers]
     sharded: dict[dist.ProcessGroup, list[int]] = {}
@@ -149,7 +149,7 @@ def total_over_shards(parameters: Sequence[Tensor], numbers: Sequence[Tensor]) -
 
 
 def _exchange(parts: Sequence[Tensor], lengths: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send a part to each rank of a group; return what comes, flat, so many values from each."""
+    """Send a part to each rank of a group; return the received values, flat."""
     sent = torch.cat([part.reshape(-1) for part in parts])
     received = sent.new_empty(sum(lengths))
     dist.all_to_all_single(received, sent, lengths, [p.numel() for p in parts], group=group)

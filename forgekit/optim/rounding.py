@@ -1,8 +1,8 @@
 """Stochastic rounding: bfloat16 parameters are rounded up or down at random, with the right mean.
 
 bfloat16 keeps 8 bits: an update below 1/512 of a weight is lost where it is rounded to nearest.
-The random bits are a hash of a key and of each value's index in the whole tensor: the same values
-come out however a tensor is sharded, and other tensors and steps have others.
+The random bits are a hash of a key and of each value's index in the whole tensor: they do not
+depend on the sharding, and differ between tensors and steps.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ def round_stochastically(
 ) -> Tensor:
     """Round to bfloat16, up with the probability that makes the mean the value itself.
 
-    What bfloat16 represents exactly stays, infinities and NaN too.
+    Values that bfloat16 represents exactly stay, infinities and NaN included.
 
     Args:
         values: ``[...]`` float32: this rank's part of a tensor.
-        indices: For each of its dimensions where the part lies in the whole tensor.
-        key: From ``key_of``: which tensor it is.
-        step: Which step it is; ``[]`` on the device, or a number.
+        indices: From ``global_indices``.
+        key: From ``key_of``; identifies the tensor.
+        step: The step number; ``[]`` on the device, or an int.
 
     Returns:
         ``[...]`` bfloat16.
@@ -58,7 +58,7 @@ def _noise(values: Tensor, indices: Sequence[Tensor], key: int, step: Tensor | i
     """Hash each value to 32 bits: its row with key and step in 64 bits, then its column."""
     *leading, columns = indices if indices else [torch.zeros(1, device=values.device)]
     row = torch.zeros((), dtype=torch.int64, device=values.device)
-    for index in leading:  # one dimension after the other, so that no product can overflow
+    for index in leading:  # one dimension at a time, so that no product overflows
         row = _mix64(row.unsqueeze(-1) + index)
     start = _mix64(torch.as_tensor(step, device=values.device).to(torch.int64) + key)
     halves = _mix64(row ^ start).unsqueeze(-1).view(torch.int32)

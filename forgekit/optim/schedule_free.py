@@ -1,4 +1,4 @@
-"""Schedule-free AdamW: no decay of the learning rate, an average of the weights in its stead.
+"""Schedule-free AdamW: an average of the weights in place of a learning-rate decay.
 
 Two points share the parameters' memory. Gradients are computed at the *training* point ``y``; the
 model is evaluated at ``x``, an average of all ``z`` so far. With ``z``, kept in the state, each
@@ -42,19 +42,19 @@ def schedule_free(
 ) -> ScheduleFree:
     """Build schedule-free AdamW over a model's trainable parameters, with decay groups.
 
-    Give ``make_step`` a constant rate, with a warm-up where one is wanted:
+    Give ``make_step`` a constant rate, optionally with a warm-up:
     ``forgekit.optim.warmup(forgekit.constant(2.5e-3), 100)``. Evaluate inside
     ``with forgekit.averaged(state):``, which puts the evaluation point in place of the weights.
 
     Args:
         model: The model, after ``parallelize`` where there is more than one rank.
         lr: Learning rate until a step's schedule sets it.
-        betas: How near the training point is to the average, above 0; the decay rate of the
-            second moment.
+        betas: Weight of the average in the training point, above 0; decay rate of the second
+            moment.
         eps: Added to the root of the second moment.
         weight_decay: Decay of matrices at the training point; see ``decay_groups``.
-        r: Power of the step in the weight of a step's ``z`` in the average.
-        weight_lr_power: Power in it of the largest learning rate so far.
+        r: Power of the step number in a step's weight in the average.
+        weight_lr_power: Power of the largest learning rate so far in that weight.
 
     Returns:
         An optimizer at its training point that skips a bad step on the device.
@@ -68,15 +68,15 @@ def schedule_free(
 
 
 class ScheduleFree(Optimizer):
-    """Schedule-free AdamW over parameters of any layout; ``schedule_free`` makes one of a model.
+    """Schedule-free AdamW over parameters of any layout; ``schedule_free`` creates one for a model.
 
     Args:
         params: Parameters or groups.
         lr: Learning rate.
-        betas: See ``schedule_free``, as all that follow.
+        betas: See ``schedule_free``, as for all below.
         eps: Added to the root of the second moment.
-        weight_decay: Decay at the training point, of groups that do not say.
-        r: Power of the step in the average.
+        weight_decay: Decay at the training point, for groups without their own.
+        r: Power of the step number in the average.
         weight_lr_power: Power of the learning rate in the average.
 
     Raises:
@@ -112,20 +112,19 @@ class ScheduleFree(Optimizer):
         return next(points, self.param_groups[0]["point"])
 
     def train(self) -> None:
-        """Move the parameters to the training point, in place; nothing where they are there."""
+        """Move the parameters to the training point, in place; no effect if they are there."""
         self._move("train", lambda beta: 1 - beta)
 
     def eval(self) -> None:
-        """Move the parameters to the evaluation point, in place; nothing where they are there."""
+        """Move the parameters to the evaluation point, in place; no effect if they are there."""
         self._move("evaluate", lambda beta: 1 - 1 / beta)
 
     @torch.no_grad()
     def averages(self) -> dict[nn.Parameter, Tensor]:
-        """Compute this rank's parts of the evaluation point, without moving there.
+        """Compute this rank's shards of the evaluation point without moving the parameters.
 
         Returns:
-            By parameter; those that were never stepped, and all at the evaluation point, are left
-            out.
+            By parameter, without those that were never stepped; empty at the evaluation point.
         """
         if self.point == "evaluate":
             return {}
@@ -137,7 +136,7 @@ class ScheduleFree(Optimizer):
         """Step all parameters, from the training point to the next one.
 
         Args:
-            closure: Computes the loss again; called once.
+            closure: Recomputes the loss; called once.
 
         Returns:
             What the closure returned, else None.
@@ -147,9 +146,9 @@ class ScheduleFree(Optimizer):
         """
         if (point := self.point) != "train":
             raise RuntimeError(
-                f"ScheduleFree's parameters are at the point {point!r}, where gradients are of no "
-                "use to it. Call optimizer.train() before the forward pass; to evaluate, use "
-                "`with forgekit.averaged(state):`, which restores the training point."
+                f"ScheduleFree's parameters are at the point {point!r}, where gradients are "
+                "meaningless to it. Call optimizer.train() before the forward pass; to evaluate, "
+                "use `with forgekit.averaged(state):`, which restores the training point."
             )
         return step_chain(self, _interpolation, closure, reads={"step"}, moves=False)
 

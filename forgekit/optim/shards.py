@@ -1,8 +1,8 @@
-"""Which part of a tensor a rank holds: how each dimension of a mesh splits it.
+"""The part of a tensor that a rank holds: how each mesh dimension splits it.
 
-Read off the placements of a DTensor alone, so that it holds for every layout: rows over
-``dp_shard``, rows or columns over ``tp`` and what is left over ``dp_shard``, experts over ``ep``
-and their rows over the rest. Shards may be uneven, and empty.
+Derived from the placements of a DTensor alone, so that it is valid for every layout: rows over
+``dp_shard``, rows or columns over ``tp`` and the rest over ``dp_shard``, experts over ``ep`` and
+their rows over the rest. Shards may be uneven, and empty.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from forgekit.tensors import box_of, local
 
 @attrs.frozen
 class Split:
-    """What one dimension of a mesh does to a tensor.
+    """How one mesh dimension splits a tensor.
 
     Attributes:
-        group: The ranks of the dimension of the mesh.
+        group: The ranks of the mesh dimension.
         rank: This rank's position among them.
         dim: The tensor's dimension that is split, counted from its end; None where every rank has
             a copy.
@@ -38,10 +38,10 @@ class Split:
 
 
 def splits_of(tensor: Tensor) -> list[Split]:
-    """List what splits a tensor, in the order in which it is split.
+    """List the splits of a tensor, in the order in which they apply.
 
     Args:
-        tensor: A DTensor; of any other the list is empty.
+        tensor: A DTensor; for a plain tensor the list is empty.
 
     Returns:
         A ``Split`` for each dimension of the mesh with more than one rank.
@@ -50,7 +50,7 @@ def splits_of(tensor: Tensor) -> list[Split]:
         return []
     mesh, splits = tensor.device_mesh, []
     shape = list(tensor.shape)
-    # FSDP splits what tensor parallelism has split before, although its dimension stands first.
+    # FSDP splits after tensor parallelism, although its mesh dimension comes first.
     late = [isinstance(placement, _StridedShard) for placement in tensor.placements]
     for mesh_dim in sorted(range(mesh.ndim), key=late.__getitem__):
         ranks, rank = mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
@@ -68,7 +68,7 @@ def splits_of(tensor: Tensor) -> list[Split]:
 
 
 def global_indices(tensor: Tensor) -> list[Tensor]:
-    """Find which rows, columns and so on of the whole tensor a rank holds.
+    """Return where this rank's part lies in the whole tensor.
 
     Args:
         tensor: A tensor, sharded or not, ``[n0 n1 ...]``.

@@ -1,10 +1,10 @@
-"""Step parameters by a chain of transforms, in any layout; a bad step changes nothing.
+"""Update parameters by a chain of transforms, in any layout; a bad step changes nothing.
 
 Transforms before the first whole one and after the last run on this rank's shards. From the first
 to the last, directions are with the owners of the matrices, and so is state: such an entry is kept
 on its owner alone, as ``{number: tensor}``, with the number of the matrix in its stack.
 
-``update`` leaves two 0-d tensors on an optimizer: ``grad_scale``, by which gradients are divided,
+``update`` sets two 0-d tensors on an optimizer: ``grad_scale``, by which gradients are divided,
 and ``found_inf``, 1.0 where the step is bad. Nothing is read on the host: new values are computed
 in either case, and old ones kept where the step is bad, to the bit.
 """
@@ -27,11 +27,11 @@ from forgekit.optim.transforms import At, Tensors, Transform, number, run, split
 from forgekit.tensors import local, wide
 
 AT_ONCE = {"cpu": 2**15}
-"""Elements of shards that local transforms step at once: a few copies of them live meanwhile, on a
-CPU in its caches."""
+"""Elements of shards that local transforms process at once: on a CPU a few temporary copies of them
+fit its caches."""
 
 UNREAD = torch.tensor(torch.nan, dtype=torch.float64)
-"""The step of ``At`` where no transform of the chain reads it."""
+"""Stands in for the step of ``At`` if no transform of the chain reads it."""
 
 Chain = Sequence[Transform]
 
@@ -50,12 +50,12 @@ def step_chain(
     """Step every parameter that has a gradient, in place; all ranks call it.
 
     Args:
-        optimizer: What is stepped; it has ``_step_supports_amp_scaling = True``.
+        optimizer: The optimizer; it has ``_step_supports_amp_scaling = True``.
         chain_of: The chain of a group. A group's ``state_step`` counts calls where ``update``
             does not set it.
-        closure: Computes the loss again; called once.
+        closure: Recomputes the loss; called once.
         reads: What ``check_chain`` returned.
-        moves: Whether parameters move against the directions; else these are their next values.
+        moves: Whether parameters move against the directions; else directions are the next values.
 
     Returns:
         What the closure returned, else None.
@@ -85,11 +85,11 @@ class _Step:
     writes: list[tuple[Tensor, Tensor]] = attrs.field(factory=list)
 
     def parts(self) -> Iterator[tuple[list[Tensor], list[Bundle]]]:
-        """Yield parameters that step at once, with their owners where there are some."""
+        """Yield parameters that step together, with their bundles if they have owners."""
         parameters = self.group["params"]
         if self.middle:
             together = [*bundles(parameters)]
-            # A sum over shards costs one collective for all parameters, so all are there at once.
+            # All at once: a sum over shards is then one collective for all parameters.
             parts = [together] if "total" in self.reads else [[bundle] for bundle in together]
             yield from (([p for b in part for p in b.parameters], part) for part in parts)
         elif "total" in self.reads:
@@ -107,7 +107,7 @@ class _Step:
 
     @torch.no_grad()
     def take(self, parameters: list[Tensor], some: list[Bundle]) -> None:
-        """Compute all that is new, then write it unless the step is bad."""
+        """Compute new values and state, then write them unless the step is bad."""
         self.writes.clear()
         shards, holders = [local(p) for p in parameters], [(p, None) for p in parameters]
         at = self._at(parameters, shards, holders)
@@ -129,7 +129,7 @@ class _Step:
             moved = torch._foreach_add(at.values, moved, alpha=-lr)
         pairs = zip(parameters, moved, strict=True)
         moved = [round_values(self.group, p, values, at.step) for p, values in pairs]
-        # State first: it may become the values, or what another entry was.
+        # State first: an entry may become the values, or the old value of another entry.
         olds = {id(old) for old, _ in self.writes}
         writes = [
             (old, new.clone() if new is not old and id(new) in olds else new)
@@ -147,7 +147,7 @@ class _Step:
             counts = [self._entry(*p, "step", number) for p in zip(holders, shards, strict=True)]
             self.writes += [(count, count + 1) for count in counts]
         return At(
-            # One that had no gradient in some step has a smaller count.
+            # A parameter without a gradient in some step has a smaller count.
             step=torch.stack(counts).amax() + 1 if counts else UNREAD,
             lr=torch.full((), float(self.group["lr"]), dtype=torch.float64, device=device),
             values=[v.to(g.dtype) for v, g in zip(shards, gradients, strict=True)],
@@ -160,7 +160,7 @@ class _Step:
     def _run(
         self, chain: Chain, holders: Sequence[Holder], directions: Tensors, likes: Tensors, at: At
     ) -> Tensors:
-        """Apply transforms, and note what becomes of their state, first made from ``likes``."""
+        """Apply transforms, and collect their new state; the first is made from ``likes``."""
         for each in chain:
             state = {
                 name: [self._entry(*pair, name, make) for pair in zip(holders, likes, strict=True)]
@@ -174,7 +174,7 @@ class _Step:
     def _entry(
         self, holder: Holder, like: Tensor, name: str, make: Callable[[Tensor], Tensor]
     ) -> Tensor:
-        """This rank's part of an entry of the state, or the whole matrices that it owns."""
+        """Return this rank's part of a state entry, or the entry of a matrix that it owns."""
         parameter, number = holder
         held: dict[Any, Any] = self.optimizer.state[parameter]
         key: Any = name
@@ -185,14 +185,14 @@ class _Step:
             if number is None and made.shape == like.shape and isinstance(parameter, DTensor):
                 held[key] = torch.empty_like(parameter, dtype=made.dtype)
                 local(held[key]).copy_(made)
-        if number is not None or not held[key].ndim:  # a checkpoint may bring it on the host
+        if number is not None or not held[key].ndim:  # a checkpoint may load it on the host
             held[key] = held[key].to(like.device)
         return local(held[key])
 
     def _on_owners(
         self, bundle: Bundle, directions: Tensors, values: Tensors, gradients: Tensors, at: At
     ) -> Tensors:
-        """Bring directions to the owners, apply whole transforms there, and bring them back."""
+        """Send directions to the owners, apply whole transforms there, and send them back."""
         like, home = bundle.parameters[0], directions[0].device
         wider, rows = directions[0].dtype, self.group["rows"] or like.shape[-2:-1]
         where = like.device_mesh.device_type if isinstance(like, DTensor) else home  # offloaded
@@ -203,9 +203,9 @@ class _Step:
 
         sent = {"values": values, "gradients": gradients}
         read = {name: gather(s) for name, s in sent.items() if f"whole {name}" in self.reads}
-        # What no transform reads stays on the host: the host would wait for its copy.
+        # What no transform reads stays on the host: a copy would synchronise.
         step, lr = (one if one is UNREAD else one.to(where) for one in (at.step, at.lr))
-        # What is whole needs no sum.
+        # Whole matrices need no sum over shards.
         at = at._replace(step=step, lr=lr, total=list, values=[], gradients=[])
         back, done = self.middle[-1].dtype or wider, []
         for part, matrices in enumerate(gather(directions, self.middle[0].dtype)):
@@ -224,7 +224,7 @@ class _Step:
 def scaled_gradient(optimizer: Optimizer, parameter: Tensor) -> Tensor:
     """Return this rank's part of a gradient in float32 or wider, divided by ``grad_scale``.
 
-    Without a gradient it is zeros: a step of a model gives them to parameters that nothing used.
+    A missing gradient is zeros, as ``accumulate`` sets it for unused parameters.
     """
     part = torch.zeros_like(local(parameter)) if parameter.grad is None else local(parameter.grad)
     part, scale = part.to(wide(part.dtype)), vars(optimizer).get("grad_scale")
@@ -232,13 +232,13 @@ def scaled_gradient(optimizer: Optimizer, parameter: Tensor) -> Tensor:
 
 
 def is_skipped(optimizer: Optimizer) -> Tensor | None:
-    """Return whether the step is bad, ``[]`` bool on the device; None if nobody asked."""
+    """Return whether the step is bad, ``[]`` bool on the device; None without ``found_inf``."""
     found_inf = vars(optimizer).get("found_inf")
     return None if found_inf is None else found_inf != 0
 
 
 def keep_or_write(skip: Tensor | None, old: Tensor, new: Tensor) -> None:
-    """Write a new value, or keep the old one where the step is bad, in place.
+    """Write a new value, or keep the old one if the step is bad, in place.
 
     Args:
         skip: What ``is_skipped`` returned.

@@ -1,11 +1,11 @@
-"""Directions as pure functions: what a chain of them makes of gradients is the update.
+"""Pure functions that transform directions; a chain of them turns gradients into the update.
 
 A transform is ``apply(directions, state, at) -> directions, state`` over lists of tensors, one for
 each parameter. The first one of a chain gets the gradients; the parameters then move by
-``-lr * directions``. There are three kinds, and no author learns of the layout:
+``-lr * directions``. There are three kinds, and none depends on the layout:
 
 - *local* ones are elementwise and run on each rank's shards;
-- *summed* ones also need a number of a whole parameter, which ``at.total`` adds up over its shards;
+- *summed* ones also need sums over a whole parameter, which ``at.total`` adds up over its shards;
 - *whole* ones need whole matrices (``matrices.py``) and run on the rank that owns the matrix.
 """
 
@@ -25,7 +25,7 @@ from forgekit.checks import check_integers, check_numbers
 from forgekit.tensors import local, wide
 
 SMALL = 8
-"""Values along the smallest dimension of the tensor on which a chain is tried."""
+"""Size of the smallest dimension of the tensor on which a chain is checked."""
 
 
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -33,18 +33,18 @@ State = Mapping[str, Tensors]
 
 
 class At(NamedTuple):
-    """What a transform may read beside directions and state.
+    """The inputs of a transform besides directions and state.
 
     Attributes:
         step: ``[]`` float64: the number of this good step, from 1; the largest of the parameters'.
         lr: ``[]`` float64: its learning rate.
         values: The parameters, in float32 or wider.
         gradients: Their gradients, before the chain.
-        total: Adds up numbers ``[]`` of each parameter, one each, over its shards. A shard may be
+        total: Sums one number ``[]`` per parameter over the parameter's shards. A shard may be
             empty: pass sums, never means.
-        every: ``every(n)`` is true in each n-th step of the run, bad ones counted: it follows from
-            ``state.step``, which the host knows and a resumed run goes on with.
-        weight_decay: Of the group.
+        every: ``every(n)`` is true in every n-th step of the run, counting bad ones. It follows
+            from ``state.step``, which is on the host and continues after a resume.
+        weight_decay: The group's weight decay.
     """
 
     step: Tensor
@@ -61,16 +61,16 @@ Apply = Callable[[list[Tensor], dict[str, list[Tensor]], At], tuple[Tensors, Sta
 
 @attrs.frozen(eq=False)
 class Transform:
-    """One link of a chain; ``transform`` makes one.
+    """One link of a chain; ``transform`` creates one.
 
     Attributes:
         apply: The function.
-        state: What makes each entry of a parameter's state.
+        state: By name, the function that creates an entry of a parameter's state.
         whole: Whether it needs whole matrices.
-        name: For messages and checkpoints.
-        dtype: In which directions travel to their owner and back; None for float32 or wider.
-        kind: ``"adam"`` or ``"decay"`` where the optimizer can do it in another way.
-        options: What it needs for that.
+        name: Its name in messages and checkpoints.
+        dtype: Of directions on their way to the owner and back; None for float32 or wider.
+        kind: ``"adam"`` or ``"decay"``, which the optimizer may run as a fused kernel.
+        options: Hyperparameters that the optimizer itself reads.
     """
 
     apply: Apply
@@ -93,12 +93,12 @@ def transform(
     Args:
         apply: ``(directions, state, at) -> directions, state``. Directions and each entry of the
             state are lists with a tensor for each parameter, in float32 or wider. It returns new
-            ones of the same shapes and changes none in place. It reads nothing on the host: a step
-            may be bad, and is then computed and not written.
-        state: By name what makes an entry before the first step, from the parameter's values, or
-            from zeros of a whole matrix: ``torch.zeros_like``. Of a local transform it has the
-            shape of the values, or is one number.
-        whole: Whether directions, state and ``at`` have to hold whole matrices ``[o i]``, all of
+            ones of the same shapes and changes none in place. It reads nothing on the host: a bad
+            step is computed too, and then not written.
+        state: By name, a function that creates an entry before the first step from the parameter's
+            values, or from zeros of a whole matrix: ``torch.zeros_like``. An entry of a local
+            transform has the shape of the values, or is one number.
+        whole: Whether directions, state and ``at`` must hold whole matrices ``[o i]``, all of
             one shape, on the rank that owns them; a stack ``[e o i]`` is a matrix for each expert.
         **options: ``name`` and other attributes of ``Transform``.
 
@@ -120,17 +120,17 @@ def transform(
 
 
 def check_decay_rates(*rates: float) -> None:
-    """Refuse a decay rate of a running mean that is below 0 or not below 1.
+    """Raise if a decay rate of a running mean is below 0 or not below 1.
 
     Raises:
-        ValueError: With what was given: the mean would never move, or grow without a word.
+        ValueError: With the rates: the mean would never move, or diverge silently.
     """
     if not all(0 <= rate < 1 for rate in rates):
         raise ValueError(f"decay rates are {rates}; each must be at least 0 and below 1.")
 
 
 def number(like: Tensor) -> Tensor:
-    """A state that is one number, 0, in float64."""
+    """Create the state that is one float64 number, 0."""
     return like.new_zeros((), dtype=torch.float64)
 
 
@@ -148,7 +148,7 @@ def momentum(
 
     Args:
         beta: The decay rate ``b``.
-        nesterov: Whether the direction is mixed in once more.
+        nesterov: Whether the direction is mixed in again after the update of ``m``.
         warmup: Good steps in which ``b`` rises linearly from ``start``.
         start: The first ``b`` of a warm-up.
 
@@ -169,7 +169,7 @@ def momentum(
 def adam(beta1: float = 0.9, beta2: float = 0.95, eps: float = 1e-8) -> Transform:
     """``m / (1 - b1**t) / (sqrt(v / (1 - b2**t)) + eps)``, ``v`` a mean of squares.
 
-    With ``decay`` behind it at most, it is torch's fused AdamW.
+    Alone, or followed by ``decay``, it runs as torch's fused AdamW.
 
     Args:
         beta1: Decay rate of the mean ``m``.
@@ -219,7 +219,7 @@ def decay(rate: float = 0.1, *, everything: bool = False) -> Transform:
     Args:
         rate: The group's ``weight_decay``.
         everything: Whether embeddings, norms and biases decay too. By default they do not, as with
-            ``fk.adamw``, unless the chain is that of their role or of a parameter's full name.
+            ``fk.adamw``, unless the chain's key is their role or a parameter's full name.
 
     References:
         https://arxiv.org/abs/1711.05101
@@ -261,7 +261,7 @@ def scale(factor: float) -> Transform:
     """``factor d``; as the last link of a chain it is its group's ``lr_scale``.
 
     Args:
-        factor: By what the direction is multiplied, with the decay before it.
+        factor: Multiplies the direction, including decay before it in the chain.
     """
     check_numbers(factor=(factor, 0))
 
@@ -272,9 +272,9 @@ def scale(factor: float) -> Transform:
 
 
 def stochastic_rounding(seed: int = 0) -> Transform:
-    """``d``, and the next values of parameters in bfloat16 are rounded up or down at random.
+    """``d`` as it is; the next values of bfloat16 parameters are rounded up or down at random.
 
-    The mean is right, and the bits are the same in every layout; see ``fk.adamw``.
+    Rounding is unbiased, with the same bits in every layout; see ``fk.adamw``.
 
     Args:
         seed: Seed of the rounding.
@@ -362,7 +362,7 @@ def cautious_mask() -> Transform:
 
 
 def split_chain(chain: Sequence[Transform]) -> tuple[Sequence[Transform], ...]:
-    """Split a chain in what runs on shards, then on owners, then on shards again."""
+    """Split a chain into the parts that run on shards, on owners, and on shards again."""
     wholes = [number for number, each in enumerate(chain) if each.whole] or [len(chain)]
     return chain[: wholes[0]], chain[wholes[0] : wholes[-1] + 1], chain[wholes[-1] + 1 :]
 
@@ -370,7 +370,7 @@ def split_chain(chain: Sequence[Transform]) -> tuple[Sequence[Transform], ...]:
 def run(
     link: Transform, directions: Tensors, state: State, at: At, watched: Any = None
 ) -> tuple[Tensors, State]:
-    """Apply a transform; its inputs have to stay as they are, or no bad step could be undone.
+    """Apply a transform; its inputs must not change, or a bad step could not be discarded.
 
     Raises:
         ValueError: If one was changed in place.
@@ -388,15 +388,15 @@ def run(
 
 
 def check_chain(key: str, chain: Sequence[Transform], like: Tensor) -> set[str]:
-    """Try each transform of a chain on a small tensor, and refuse what breaks the rules.
+    """Run each transform of a chain on a small tensor, and raise if one breaks the rules.
 
     Args:
-        key: What the chain is for, for messages.
+        key: The chain's key, for messages.
         chain: The transforms.
-        like: A parameter that it takes.
+        like: A parameter of the chain.
 
     Returns:
-        What of ``at`` the transforms read; on owners it is named ``"whole values"`` and so on.
+        Names of the fields of ``at`` that are read; ``"whole values"`` and so on, if on owners.
 
     Raises:
         ValueError: If two transforms name one state, or one returns other shapes or names, or
@@ -413,11 +413,11 @@ def check_chain(key: str, chain: Sequence[Transform], like: Tensor) -> set[str]:
             names[name] = each.name
     reads, on_owners = set[str](), split_chain(chain)[1]
     shape = like.shape[-2:] if on_owners else like.shape
-    # Small, but different sizes stay different, so that a transposed matrix shows.
+    # Small, but different sizes stay different, so that a transposed result is noticed.
     sizes = {size: min(size, SMALL + number) for number, size in enumerate(sorted({*shape}))}
     has_values = not isinstance(local(like), FakeTensor) and not like.is_meta
     options = {"device": like.device if has_values else "cpu", "dtype": wide(like.dtype)}
-    with torch.no_grad(), _disable_current_modes():  # those of a dry run compute no values
+    with torch.no_grad(), _disable_current_modes():  # modes of a dry run compute no values
         one = torch.ones((), dtype=torch.float64, device=options["device"])
         first = torch.linspace(-1, 2, math.prod(sizes[n] for n in shape), **options)
         first = first.view([sizes[n] for n in shape])
@@ -456,7 +456,7 @@ def _try(text: str, each: Transform, directions: Tensors, watched: _Watched) -> 
 
 
 class _Watched:
-    """An ``At`` that notes what is read."""
+    """An ``At`` that records which fields are read."""
 
     def __init__(self, at: At) -> None:
         self.at, self.read = at, set[str]()

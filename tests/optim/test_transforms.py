@@ -404,8 +404,8 @@ def link(apply, *names, make=torch.zeros_like, **options):
 
 ADAM, REST = parts.adam(), {"*": parts.adam()}
 REFUSED = {
-    r"^the chain of 'router' takes no parameter of (FSDP)?Sequential: it is neither a role "
-    r"\(.* nor a pattern of a name that is left": {"router": ADAM, **REST},
+    r"^the chain of 'router' takes no parameter of (FSDP)?Sequential: it neither is a role "
+    r"\(.* nor matches a remaining name": {"router": ADAM, **REST},
     "^no chain takes '1.bias' of the role 'other', so it would never be trained; there": {
         "matrix": ADAM,
         "embedding": ADAM,
@@ -429,7 +429,7 @@ REFUSED = {
     r"^in_place in .* makes its state 'rows' of shape \(8, 1\) .* Pass whole=True": {
         "*": link(in_place, "rows", make=lambda w: w[:, :1])
     },
-    "^the chain of '.' decays twice; leave one": {
+    "^the chain of '.' decays twice; remove one": {
         "*": (ADAM, parts.decay(), parts.cautious_decay())
     },
 }
