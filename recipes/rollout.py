@@ -120,7 +120,7 @@ def train(config, run):
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     groups = fk.groups(loader, loader.micro_batches(config.global_batch_size), end=loader)
     log = run.start(built, every=10, total=config.steps)
-    with log, loader, stop:
+    with log, stop:
         for batches in groups:
             if state.step % config.save_every == 0:
                 run.save(state, blocking=True)  # first: no kill undoes a version that is out
