@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,24 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forgekit as fk
-from forgekit.data.order import BLOCK, renumber, sample_rows
+from forgekit.data.order import BLOCK, sample_rows
 from forgekit.hashing import hash_integers, permute
 
 FAR = 2**61
-RANGES = st.one_of(st.integers(1, 600), st.sampled_from([2**12, 2**12 + 1, 2**13 - 1]))
 WEIGHTS = st.one_of(st.integers(1, 9), st.floats(0.05, 20))
 
 
-@given(n=RANGES, key=st.integers(-(2**63), 2**64))
-@settings(max_examples=20, deadline=None)
-def test_every_index_is_taken_once(n, key):
-    assert sorted(permute(np.arange(n), n, key)) == list(range(n))
-
-
-@pytest.mark.parametrize("n", [100, 1000])
-def test_statistics_are_those_of_a_shuffle(n):
+@pytest.mark.parametrize("n", [100, 1000, 1024])
+def test_every_index_is_taken_once_as_in_a_shuffle(n):
     """Of a random order one place stays and one neighbour follows on average (Poisson, mean 1)."""
     orders = np.stack([permute(np.arange(n), n, key) for key in range(300)])
+    assert (np.sort(orders) == np.arange(n)).all()
     spread = 4 / np.sqrt(300)
     steps = np.diff(orders, axis=1)
     for often in (orders == np.arange(n), steps == 1, steps == -1):
@@ -63,14 +55,6 @@ def test_the_rows_are_pinned():
     names, rows = zip(*found, strict=True)
     assert ("".join(names), rows) == ("bbbbbbb", (74, 34, 259, 234, 239, 41, 28))
     assert order.fingerprint[:16] == "dc198957f9031726"
-
-
-@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 9)), max_size=4))
-def test_samples_are_renumbered_as_in_a_list_with_stretches_cut_out(skips):
-    left = list(range(200))
-    for first, rows in skips:
-        del left[first : first + rows]
-    assert renumber(range(len(left)), skips).tolist() == left
 
 
 @st.composite
@@ -176,18 +160,6 @@ def test_a_phase_starts_at_its_sample_and_inherits_nothing(start):
     assert counts == 2 * [[0, quarter, 3 * quarter]] + 2 * [[quarter, 3 * quarter, 0]]
     later = start + 2 * BLOCK, 10**6 * BLOCK
     assert order.shares(*later).tolist() == [0.25, 0.75, 0]
-
-
-@given(order=orders())
-@settings(max_examples=3, deadline=None)
-def test_only_the_number_counts(order):
-    """Not what was asked before, by whom, on which thread, in which process."""
-    numbers = [0, 4999, 10**12, 3, 10**9, BLOCK - 1, BLOCK, 0, FAR]
-    expected = [order(number) for number in numbers]
-    copy = pickle.loads(pickle.dumps(order))
-    assert [copy(number) for number in reversed(numbers)] == expected[::-1]
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(copy, numbers * 2)) == expected * 2
 
 
 @pytest.mark.parametrize(("temperature", "share"), [(2.0, 0.8), (0.5, 256 / 257), (np.inf, 0.5)])

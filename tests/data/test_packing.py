@@ -29,28 +29,23 @@ def in_bins(bins, column="documents"):
 
 
 def naive_best_fit(rooms, capacity):
-    """Deal from the largest to the smallest, equal ones in order, one at a time."""
-    left, bins = [], []
-    for item in sorted(range(len(rooms)), key=lambda i: -rooms[i]):
-        fitting = [number for number, space in enumerate(left) if space >= rooms[item]]
-        if not fitting:
-            left.append(capacity)
-            bins.append([])
-            fitting = [len(left) - 1]
-        number = min(fitting, key=lambda n: left[n])
-        left[number] -= rooms[item]
-        bins[number].append(item)
-    return bins
+    """How full each bin becomes, sorted: the largest first, each where it leaves the least room."""
+    taken = []
+    for room in sorted(rooms, reverse=True):
+        fitting = [n for n, filled in enumerate(taken) if filled + room <= capacity]
+        if fitting:
+            taken[max(fitting, key=taken.__getitem__)] += room
+        else:
+            taken.append(room)
+    return sorted(taken)
 
 
 def naive_next_fit(rooms, capacity):
-    bins, left = [], 0
+    bins = []
     for item, room in enumerate(rooms):
-        if room > left:
+        if not bins or sum(rooms[other] for other in bins[-1]) + room > capacity:
             bins.append([])
-            left = capacity
         bins[-1].append(item)
-        left -= room
     return bins
 
 
@@ -70,14 +65,12 @@ def test_bins_are_those_of_the_naive_packers(problem):
     lengths, options = problem
     capacity, align = options.values()
     there = [i for i, length in enumerate(lengths) if length]
-    rooms = [-(-lengths[i] // align) * align for i in there]
-    taken = in_bins(pack(lengths, **options), "lengths")
-    assert sorted(sum(-(-n // align) * align for n in each) for each in taken) == sorted(
-        sum(rooms[item] for item in each) for each in naive_best_fit(rooms, capacity)
-    )
-    following = naive_next_fit(rooms, capacity)
-    sequential = pack(lengths, method="sequential", **options)
-    assert in_bins(sequential) == [[there[i] for i in each] for each in following]
+    room_of = [-(-length // align) * align for length in lengths]
+    rooms = [room_of[i] for i in there]
+    taken = [sum(room_of[i] for i in each) for each in in_bins(pack(lengths, **options))]
+    assert sorted(taken) == naive_best_fit(rooms, capacity)
+    sequential = in_bins(pack(lengths, method="sequential", **options))
+    assert sequential == [[there[i] for i in each] for each in naive_next_fit(rooms, capacity)]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -85,10 +78,8 @@ def test_bins_are_those_of_the_naive_packers(problem):
 @settings(max_examples=50, deadline=None)
 def test_every_token_is_in_a_bin_once_and_every_rule_is_kept(method, problem):
     lengths, options = problem
-    bins = pack(lengths, method=method, **options)
-    capacity, align = options["capacity"], options["align"]
+    bins, (capacity, align) = pack(lengths, method=method, **options), options.values()
     assert (bins.capacity, bins.align) == (capacity, align)
-
     pieces = zip(bins.documents.tolist(), bins.starts.tolist(), bins.lengths.tolist(), strict=True)
     tokens = [(d, token) for d, start, n in pieces for token in range(start, start + n)]
     assert sorted(tokens) == [(d, token) for d, n in enumerate(lengths) for token in range(n)]
@@ -231,12 +222,12 @@ def test_rows_hold_the_pieces_of_their_bins(
         assert columns == [columns_of(held, bins, row, padding) for row in range(len(bins))]
 
 
-def add(row, key, value):
+def add(row, value):
     row["input_ids"][0] = row["input_ids"][0] * 10 + value
-    return row.set(key, torch.tensor(value))
+    return row.set("a", torch.tensor(value))
 
 
-ADD = [partial(add, key="a", value=1), partial(add, key="b", value=2)]
+ADD = [partial(add, value=1), partial(add, value=2)]
 
 
 def test_a_batch_is_its_rows_and_transforms_are_applied_to_rows_in_order():
@@ -248,7 +239,7 @@ def test_a_batch_is_its_rows_and_transforms_are_applied_to_rows_in_order():
     assert not dataset[2]["labels"].equal(batch["labels"][0])
     assert dataset.__getitems__([]).batch_size == torch.Size([0])
     batch = packed(transforms=ADD).__getitems__([1, 0])
-    assert batch["a"].tolist() == [1, 1]
+    assert batch["a"].tolist() == [2, 2]
     assert batch["input_ids"][:, 0].tolist() == [1112, 3112]
     assert packed()[0]["input_ids"][0] == 31
 
@@ -259,11 +250,10 @@ def test_the_fingerprint_is_of_tokens_bins_and_transforms(tmp_path):
     first = packed_dataset(file, bins)
     assert packed_dataset(tmp_path / "a", bins).fingerprint == first.fingerprint
     changed = [[9, 12, 13], *DOCUMENTS[1:]]
-    transforms = [fk.shift_labels, ADD[0], partial(add, key="a", value=2)]
     others = [
         packed_dataset(file, pack(np.diff(file.offsets), 8)),
         packed_dataset(file_of(tmp_path / "b", changed), bins),
-        *(packed_dataset(file, bins, transforms=[each]) for each in transforms),
+        *(packed_dataset(file, bins, transforms=[each]) for each in (fk.shift_labels, *ADD)),
         packed(),
         packed(changed),
     ]
@@ -280,7 +270,7 @@ def test_the_dataset_says_what_it_is_and_held_out_documents_are_packed_alike(tmp
     assert rows.held_out() is plain.held_out() is None
     file_of(tmp_path / "a" / "heldout", [[51, 52], [61], [71, 72, 73, 74, 75]])
     held_out = rows.held_out()
-    assert (held_out.seq_len, held_out.bins.align, held_out[0]["a"]) == (4, 2, 1)
+    assert (held_out.seq_len, held_out.bins.align, held_out[0]["a"]) == (4, 2, 2)
     labels = torch.stack([row["labels"] for row in held_out])
     assert sorted(labels[labels != -100].tolist()) == [0, 0, 0, 52, 72, 73, 74, 75]
 
