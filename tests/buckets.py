@@ -125,19 +125,17 @@ class _Proxy(BaseHTTPRequestHandler):
         self._answer(response.status, response.getheaders(), content)
 
     def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
+        is_head = self.command == "HEAD"
+        ours = ("transfer-encoding", "connection", *(() if is_head else ("content-length",)))
+        headers = [(name, value) for name, value in headers if name.lower() not in ours]
+        if not (is_head and headers):
+            headers.append(("Content-Length", "0" if is_head else str(len(content))))
         with suppress(OSError):  # the client was killed
             self.send_response_only(status)
-            for name, value in headers:
-                is_length = name.lower() == "content-length" and self.command != "HEAD"
-                if not is_length and name.lower() not in ("transfer-encoding", "connection"):
-                    self.send_header(name, value)
-            if self.command != "HEAD":
-                self.send_header("Content-Length", str(len(content)))
-            elif not headers:
-                self.send_header("Content-Length", "0")
+            for header in headers:
+                self.send_header(*header)
             self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
+            self.wfile.write(b"" if is_head else content)
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""

@@ -57,9 +57,10 @@ class Recorder:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep the other threads and ranks from changing anything meanwhile."""
+        """Note what is there, and keep other threads and ranks from changing it meanwhile."""
         with self.lock, open(f"{self.log}.lock", "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
+            self.note("tree", snapshot(self.root))
             yield
 
     def note(self, kind: str, value: Any) -> None:
@@ -70,13 +71,11 @@ class Recorder:
     def mark(self, kind: str, value: Hashable) -> None:
         """Say that something was ``begun`` or ``reported``, by the value that loading returns."""
         with self.alone():
-            self.note("tree", snapshot(self.root))
             self.note(kind, value)
 
     def change(self, function: Callable[..., Any], *args: Any, **options: Any) -> Any:
         """Call a function of ``os`` and note what it changed."""
         with self.alone():
-            self.note("tree", snapshot(self.root))
             result = function(*args, **options)
             self.note("tree", snapshot(self.root))
         return result
@@ -84,7 +83,6 @@ class Recorder:
     def sync(self, function: Callable[..., Any], handle: Any) -> None:
         """Sync, and note what the file holds at this moment."""
         with self.alone():
-            self.note("tree", snapshot(self.root))
             function(handle)
             number = handle if isinstance(handle, int) else handle.fileno()
             self.note("sync", os.fstat(number).st_ino)
@@ -128,16 +126,14 @@ class Change:
     names: list[tuple[Key, int | None, int | None]]
     unsynced: set[int]
 
-    def applies_to(self, entries: dict[Key, int]) -> bool:
-        """Whether it finds what it changes."""
-        return all(entries.get(key) == before for key, before, _ in self.names)
-
-    def apply(self, entries: dict[Key, int]) -> None:
-        """Change the names."""
-        for key, _, after in self.names:
-            entries.pop(key, None)
-            if after is not None:
-                entries[key] = after
+    def apply(self, entries: dict[Key, int]) -> bool:
+        """Change the names, if all are as it found them; return whether they are."""
+        if is_there := all(entries.get(key) == before for key, before, _ in self.names):
+            for key, _, after in self.names:
+                entries.pop(key, None)
+                if after is not None:
+                    entries[key] = after
+        return is_there
 
 
 @attrs.define
@@ -224,11 +220,9 @@ class Disk:
         for some in chosen:
             entries = dict(self.base)
             for number, change in enumerate(self.changes):
-                if number in some or not change.unsynced:
-                    if change.applies_to(entries):
-                        change.apply(entries)
-                    elif not change.unsynced:
-                        break  # durable, so what it needs is durable too
+                is_durable = not change.unsynced
+                if (number in some or is_durable) and not change.apply(entries) and is_durable:
+                    break  # what it needs is durable too
             else:
                 yield entries
 

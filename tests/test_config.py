@@ -1,7 +1,6 @@
 """Configurations: what is merged, what is refused and in which words, what --help says."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -138,8 +137,7 @@ def test_an_override_changes_its_key_and_no_other(line, changes):
     loaded = load_config(Config, arguments)
     expected = attrs.evolve(Config(), **changes)
     expected = attrs.evolve(expected, doubled=2 * expected.steps)
-    assert loaded == expected
-    assert repr(loaded) == repr(expected)  # 1 == 1.0 == True, but they do not look the same
+    assert (loaded, repr(loaded)) == (expected, repr(expected))
 
 
 USAGE = "write KEY=VALUE, --KEY=VALUE or --config FILE.toml."
@@ -237,8 +235,7 @@ def test_a_configuration_survives_json():
     config = load_config(Config, arguments)
     plain = json.loads(json.dumps(to_dict(config)))
     assert plain["model"] == {"dim": 64, "heads": 8, "max_seq_len": 128}
-    assert plain["resume"] == "a"
-    assert structure(Config, plain) == config
+    assert (plain["resume"], structure(Config, plain)) == ("a", config)
     unbounded = Config(optim=Optim(decay=float("inf")))
     assert structure(Config, to_dict(unbounded) | {"optim": {"decay": "inf"}}) == unbounded
 
@@ -274,15 +271,13 @@ def test_help_lists_every_key_with_type_default_and_description(capsys, monkeypa
 )
 def test_a_default_that_was_edited_in_a_copy_is_checked_like_a_value(default, said, capsys):
     @attrs.frozen
-    class Config:
+    class Copied:
         steps: int = key(default, "Optimizer steps.", at_least=0)
         lr: float = 0.1
 
-    with pytest.raises(SystemExit) as refused:
-        load_config(Config, ["lr=1"])
-    assert refused.value.code == 2
-    assert re.search(said, capsys.readouterr().err)
-    assert load_config(Config, ["steps=5"]) == Config(steps=5)
+    (sentence,) = refused(["lr=1"], capsys, Copied)
+    assert said in sentence
+    assert load_config(Copied, ["steps=5"]) == Copied(steps=5)
 
 
 def test_a_function_beside_a_number_is_left_to_scripts(capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from pathlib import Path
+from unittest import mock
 
 import attrs
 import pytest
@@ -26,8 +27,7 @@ class Config:
 @pytest.mark.parametrize("url", ["s3://bucket/run", "file:///tmp/a"])
 def test_a_key_of_a_recipe_takes_a_url(url):
     config = load_config(Config, [f"out={url}/"])
-    assert config.out == url
-    assert config.out / "checkpoints" == f"{url}/checkpoints"
+    assert (config.out, config.out / "checkpoints") == (url, f"{url}/checkpoints")
     assert to_dict(config) == {"out": url, "old": "data"}
     assert structure(Config, to_dict(config)) == config
 
@@ -90,15 +90,7 @@ def pauses(monkeypatch):
 
 @pytest.mark.parametrize("name", PASSING)
 def test_what_may_pass_is_tried_again_after_growing_pauses(name, pauses):
-    left = [4]
-
-    def action():
-        left[0] -= 1
-        if left[0]:
-            raise PASSING[name]
-        return "done"
-
-    asked = []
+    action, asked = mock.Mock(side_effect=[*[PASSING[name]] * 3, "done"]), []
     assert retried(action, "s3://b/x", before=lambda: asked.append(len(pauses))) == "done"
     assert asked == [0, 1, 2, 3]  # another writer may have come meanwhile
     for pause, middle in zip(pauses, (0.5, 1.0, 2.0), strict=True):
@@ -131,11 +123,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("message", REFUSED)
 def test_what_no_pause_can_cure_is_refused_at_once(message, pauses):
-    def action():
-        raise REFUSED[message]
-
     with pytest.raises(UrlError, match=f"^s3://b/x: .*{message}"):
-        retried(action, "s3://b/x")
+        retried(mock.Mock(side_effect=REFUSED[message]), "s3://b/x")
     assert pauses == []
 
 
@@ -149,10 +138,7 @@ ANSWERS = (
 
 @pytest.mark.parametrize("error", ANSWERS)
 def test_an_answer_is_no_failure(error, pauses):
-    def action():
-        raise error
-
     with pytest.raises(type(error)) as raised:
-        retried(action, "s3://b/x")
+        retried(mock.Mock(side_effect=error), "s3://b/x")
     assert raised.value is error
     assert pauses == []

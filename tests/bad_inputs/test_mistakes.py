@@ -28,8 +28,7 @@ def test_a_command_that_cannot_be_ends_with_code_2(message, tmp_path, monkeypatc
     assert main(COMMANDS[message]) == 2
     shown = capsys.readouterr()
     assert message in shown.err
-    assert shown.out == ""
-    assert list(tmp_path.iterdir()) == []
+    assert (shown.out, list(tmp_path.iterdir())) == ("", [])
 
 
 MAY_BE_INFINITE = ("max_norm", "data.temperature")
@@ -80,9 +79,7 @@ def test_an_empty_path_is_not_the_current_folder(use):
 
 LOSSES = {
     "does not depend on any trainable param": lambda total: fk.Loss(total.detach(), 1),
-    "must be scalars .*; got shape .*. Sum it first": lambda total: fk.Loss(
-        total, 1, {"a": torch.ones(3)}
-    ),
+    "must be scalars .*; got shape .*. Sum": lambda total: fk.Loss(total, 1, {"a": torch.ones(3)}),
 }
 
 
@@ -97,7 +94,7 @@ def test_what_cannot_be_trained_is_refused(message):
     with pytest.raises((TypeError, ValueError), match=message):
         fk.accumulate(state, [batch], loss_fn)
     with pytest.raises(
-        TypeError, match=r"^a micro-batch must be a TensorDict .* Pass a list of TensorDict"
+        TypeError, match=r"^a micro-batch must be a TensorDict .* Pass a list of Ten"
     ):
         fk.accumulate(state, [batch[0]], logits_loss)
     with pytest.raises(ValueError, match=r"^sync is 'lst'"):

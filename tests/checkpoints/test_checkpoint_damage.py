@@ -254,34 +254,30 @@ def latest_is_a_directory(directory, monkeypatch):
     (directory / "latest" / "mine").mkdir(parents=True)
 
 
-def no_directory_sync(directory, monkeypatch):
-    refuse(monkeypatch, os, "fsync", is_directory, errno.EINVAL)
-
-
 def an_unreadable_manifest(directory, monkeypatch):
     """In step 0, which is older than the one whose run goes on."""
     (directory / "step_00000000").mkdir()
     os.mkfifo(directory / "step_00000000" / "manifest.json")
 
 
-def an_old_one_stays(directory, monkeypatch):
-    refuse(monkeypatch, Path, "rename", lambda path: path.name == "step_00000001", errno.EACCES)
-
-
 COMMITTED = {
-    latest_is_a_directory: "latest does not point to step_00000002: ",
-    no_directory_sync: "cannot sync directories.*Invalid arg",
-    an_unreadable_manifest: "saved, but older ones could not be deleted: .*Not a regular file",
-    an_old_one_stays: "could not delete the old checkpoint .*0001: .*Perm",
+    "latest does not point to step_00000002: ": latest_is_a_directory,
+    "cannot sync directories.*Invalid arg": lambda directory, monkeypatch: refuse(
+        monkeypatch, os, "fsync", is_directory, errno.EINVAL
+    ),
+    "older ones could not be deleted: .*Not a regular file": an_unreadable_manifest,
+    "could not delete the old checkpoint .*0001: .*Perm": lambda directory, monkeypatch: refuse(
+        monkeypatch, Path, "rename", lambda path: path.name == "step_00000001", errno.EACCES
+    ),
 }
 
 
-@pytest.mark.parametrize("trouble", COMMITTED)
-def test_a_committed_checkpoint_is_never_reported_as_failed(tmp_path, monkeypatch, caplog, trouble):
+@pytest.mark.parametrize("message", COMMITTED)
+def test_a_committed_checkpoint_is_never_reported_as_failed(tmp_path, monkeypatch, caplog, message):
     save(tmp_path, 1)
-    trouble(tmp_path, monkeypatch)
+    COMMITTED[message](tmp_path, monkeypatch)
     path = save(tmp_path, 2, keep=1)
     monkeypatch.undo()
-    assert re.search(COMMITTED[trouble], caplog.text), caplog.messages
+    assert re.search(message, caplog.text), caplog.messages
     assert not list(tmp_path.glob(".*"))
     assert fk.latest_checkpoint(tmp_path) == path == tmp_path / "step_00000002"

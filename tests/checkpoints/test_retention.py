@@ -92,21 +92,15 @@ def write_folders(root, manifests):
             (folder / "manifest.json").write_bytes(directory.format_manifest(content))
 
 
+FOLDERS = st.none() | st.floats(0, 9) | st.sampled_from(["broken", "missing"])
+EVERY = st.none() | st.integers(1, 9)
+SOME = {"last": st.integers(1, 5), "milestones": st.booleans(), "best": st.integers(0, 2)}
+
+
 @settings(max_examples=30, deadline=None)
 @given(
-    st.dictionaries(
-        st.integers(0, 40),
-        st.none() | st.floats(0, 9) | st.sampled_from(["broken", "missing"]),
-        min_size=1,
-    ),
-    st.none()
-    | st.builds(
-        fk.Keep,
-        last=st.integers(1, 5),
-        every=st.none() | st.integers(1, 9),
-        milestones=st.booleans(),
-        best=st.integers(0, 2),
-    ),
+    st.dictionaries(st.integers(0, 40), FOLDERS, min_size=1),
+    st.none() | st.builds(fk.Keep, every=EVERY, **SOME),
     st.data(),
 )
 def test_what_stays_does_not_depend_on_how_many_manifests_are_read(manifests, rule, data):

@@ -156,8 +156,7 @@ def test_broken_documents_are_left_out_counted_and_named(tmp_path, caplog):
         list(stream_of(text_documents(tmp_path), **options, epochs=1))
     stream = stream_of(text_documents(tmp_path, errors="skip"), **options, epochs=1)
     kept = [[*TOKENIZER.encode(text).ids] for text in ("abc", "def")]
-    assert targets(stream) == pairs_of(kept)
-    assert stream.cursor.broken == 2
+    assert (targets(stream), stream.cursor.broken) == (pairs_of(kept), 2)
     named = [record.message.split()[2] for record in caplog.records]
     assert [Path(name).name for name in named] == ["a.jsonl:2", "a.jsonl:3"]
 
@@ -207,10 +206,7 @@ MOVED = {
     "texts": (LETTERS | {"documents": [("a", "one")]}, LETTERS | {"documents": [("a", "six")]}),
     "uncounted": ({"documents": Uncounted(5)}, {"documents": Uncounted(6)}),
     "reader 1 of 4, but this is reader 0 of 4": ({"rank": 1, "world": 4}, {"world": 4}),
-    "reader 1 of 4, but this is reader 1 of 2": (
-        {"rank": 1, "world": 4},
-        {"rank": 1, "world": 2},
-    ),
+    "reader 1 of 4, but this is reader 1 of 2": ({"rank": 1, "world": 4}, {"rank": 1, "world": 2}),
 }
 
 

@@ -19,10 +19,7 @@ def micro_batch(number):
 
 def numbers_of(group):
     """The number of each micro-batch; None for padding."""
-    batches = list(group)
-    masked = [batch["labels"].eq(-100).all().item() for batch in batches]
-    numbers = [batch["input_ids"][0, 0].item() for batch in batches]
-    return [None if mask else number for number, mask in zip(numbers, masked, strict=True)]
+    return [None if b["labels"].eq(-100).all() else b["input_ids"][0, 0].item() for b in group]
 
 
 class Watched:
@@ -107,8 +104,7 @@ def test_samples_are_the_rows_of_all_ranks_so_far_without_padding():
     assert [endless.samples for _ in group] == [2, 4]
     loader = make_loader([micro_batch(0)[0]] * 7, 2, rank=1, world=2, epochs=1)
     group = next(groups(loader, 3))
-    assert group.samples == 0
-    assert [group.samples for _ in group] == [4, 7, 7]
+    assert (group.samples, [group.samples for _ in group]) == (0, [4, 7, 7])
     group = next(groups([micro_batch(0)], 1))
     assert numbers_of(group) == [0]
     assert group.samples is None
@@ -120,8 +116,7 @@ def test_what_a_group_leaves_is_passed_over_and_does_not_count():
     grouped = groups(loader, 2)
     first, second = next(grouped), next(grouped)
     next(iter(first))
-    assert numbers_of(second) == [4, 6]
-    assert (first.samples, second.samples) == (2, 4)
+    assert (numbers_of(second), (first.samples, second.samples)) == ([4, 6], (2, 4))
     for group in (first, second):
         with pytest.raises(RuntimeError, match=r"has been used or skipped: .* = list\(grou"):
             next(iter(group))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -22,14 +23,10 @@ def test_every_index_is_taken_once_as_in_a_shuffle(n):
     """Of a random order one place stays and one neighbour follows on average (Poisson, mean 1)."""
     orders = np.stack([permute(np.arange(n), n, key) for key in range(300)])
     assert (np.sort(orders) == np.arange(n)).all()
-    spread = 4 / np.sqrt(300)
     steps = np.diff(orders, axis=1)
     for often in (orders == np.arange(n), steps == 1, steps == -1):
-        assert abs(often.sum(1).mean() - 1) < spread
+        assert abs(often.sum(1).mean() - 1) < 4 / np.sqrt(300)
     assert abs((steps > 0).mean() - 0.5) < 4 / np.sqrt(12 * n * 300) + 1e-4
-    counts = np.bincount(orders[:, 7] * 16 // n, minlength=16)
-    expected = np.bincount(np.arange(n) * 16 // n) * 300 / n
-    assert ((counts - expected) ** 2 / expected).sum() < 45  # chi-squared of 15: 1e-4 of cases
 
 
 def test_ranges_too_large_to_hold_are_permuted_too():
@@ -103,6 +100,7 @@ def test_a_span_is_its_samples_one_by_one_and_what_it_takes_can_be_counted(
     order, start, count, data
 ):
     sources, rows = order.span(start, count)
+    order = pickle.loads(pickle.dumps(order))  # as for a worker that is a process
     for at in data.draw(st.lists(st.integers(0, count - 1), max_size=5)):
         assert order(start + at) == (order.sources[sources[at]], rows[at])
         some_sources, some_rows = order.span(start + at, count - at)

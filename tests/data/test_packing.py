@@ -120,8 +120,7 @@ def test_bins_on_disk_are_those_of_their_arguments_and_found_again(tmp_path):
         assert bins.fingerprint == expected.fingerprint
         assert not bins.lengths.flags.writeable
         paths.add(bins.path)
-    assert {*folder.iterdir()} == paths
-    assert len(paths) == 5
+    assert ({*folder.iterdir()}, len(paths)) == (paths, 5)
     inodes = {path.stat().st_ino for path in paths}
     again = cached_bins(folder, np.array(LENGTHS), np.int64(8), align=np.int8(1))
     assert again.fingerprint == pack(LENGTHS, 8).fingerprint

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
+from runs import launch
 from tensordict import TensorDict
 from texts import content_of, small_steps, write_lines
 
@@ -70,25 +68,16 @@ if __name__ == "__main__":
 """
 
 
-def of_group(pid):
-    listed = subprocess.run(["ps", "-eo", "pgid=,stat="], capture_output=True, text=True)
-    found = (line.split() for line in listed.stdout.splitlines())
-    return sum(int(group) == pid and not state.startswith("Z") for group, state in found)
-
-
 def test_workers_go_on_after_ctrl_c_and_end_with_a_process_that_was_killed(tmp_path):
     (tmp_path / "reader.py").write_text(READER)
-    command = [sys.executable, str(tmp_path / "reader.py")]
-    options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
-    with subprocess.Popen(command, **options) as reader:
-        assert reader.stdout.readline() == "reads 1\n"
-        os.killpg(reader.pid, signal.SIGINT)
-        assert reader.stdout.readline() == "SIGINT\n"
-        reader.kill()
-        deadline = time.monotonic() + 20
-        while (left := of_group(reader.pid)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert left == 0
+    with launch(tmp_path / "reader.py", [], log=tmp_path / "log", by="command") as job:
+        job.wait_for(lambda: "reads 1" in job.output, "a batch")
+        assert len(job.members()) > 1
+        for process in job.members():
+            os.kill(process, signal.SIGINT)
+        job.wait_for(lambda: "SIGINT" in job.output, "the request to stop")
+        job.process.kill()
+        assert job.end() == -signal.SIGKILL
 
 
 def test_parts_are_written_as_by_one_process_whatever_their_size(tmp_path, monkeypatch):

@@ -130,8 +130,7 @@ def test_a_step_that_is_left_unused_and_a_skip_leave_the_next_ones_whole(file):
         # As after a roll-back: the steps 4 and 5, on both sides of a change, are left out.
         loader.seek(STARTS[3], skip=[(STARTS[4], 16 + 8)])
         shapes = [tuple(ids_of(group).shape) for group in islice(groups, 5)]
-        assert shapes == [STEPS[3], *STEPS[6:10]]
-        assert loader.samples == STARTS[10] - 24
+        assert (shapes, loader.samples) == ([STEPS[3], *STEPS[6:10]], STARTS[10] - 24)
 
 
 def test_the_batch_size_alone_changes_no_row(file):
@@ -144,9 +143,8 @@ def test_the_batch_size_alone_changes_no_row(file):
 
 
 def test_what_has_not_begun_may_still_change_but_for_the_end_of_the_phase(file):
-    moved = dataset_of(
-        file, make_sizes(8, 4, (*PHASES[:3], SizePhase(104, global_batch_size=4, seq_len=32)))
-    )
+    later = SizePhase(104, global_batch_size=4, seq_len=32)
+    moved = dataset_of(file, make_sizes(8, 4, (*PHASES[:3], later)))
     before, after = (one.fingerprint_at for one in (dataset_of(file), moved))
     assert (before(16), before(64)) == (after(16), after(64))
     assert before(65) != after(65)
@@ -205,9 +203,8 @@ def refuse_length(_rank, _world, path):
     dataset = dataset_of(path, make_sizes(8, 12, [SizePhase(8, seq_len=6), SizePhase(16)]))
     with pytest.raises(ValueError, match=r"sequence length 6 must be a multiple of 4"):
         check_length(state, dataset)
-    check_length(
-        state, dataset_of(path, make_sizes(8, 12, [SizePhase(8, seq_len=4), SizePhase(32)]))
-    )
+    fitting = make_sizes(8, 12, [SizePhase(8, seq_len=4), SizePhase(32)])
+    check_length(state, dataset_of(path, fitting))
 
 
 def test_a_length_that_a_layout_cannot_share_is_named_before_the_first_step(file):
@@ -256,5 +253,4 @@ def test_a_run_through_phases_moves_between_ranks_and_trains_the_same_bits(file,
     whole = run_again(train, 1, file.path, tmp_path / "whole", len(STEPS))[0]
     for world, steps in ((2, 1), (4, 4), (1, 7), (2, 10), (4, len(STEPS))):
         moved = run_again(train, world, file.path, tmp_path / "moved", steps)
-    assert [*moved] == [whole] * 4
-    assert whole[1] == STARTS[-1]
+    assert ([*moved], whole[1]) == ([whole] * 4, STARTS[-1])

@@ -56,30 +56,20 @@ def test_the_fingerprint_is_of_the_content(tmp_path):
 
 
 def test_documents_are_pulled_one_at_a_time_and_old_files_stay_until_the_end(tmp_path):
-    write(tmp_path / "a")
-
-    def documents():
-        for _ in range(3):
-            assert open_tokens(tmp_path / "a").tokens == 13
-            yield [1]
-
-    assert write(tmp_path / "a", documents()).tokens == 6
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
-
-    def meanwhile():
-        yield [1]
-        write(tmp_path / "a")
-        yield [2]
-
-    assert write(tmp_path / "a", meanwhile()).documents == 2
-
-    def broken():
+    def documents(meanwhile=KeyboardInterrupt):
         yield [1, 2, 3]
-        raise KeyboardInterrupt
+        if meanwhile is KeyboardInterrupt:
+            raise meanwhile
+        assert meanwhile().tokens == 13
+        yield [1]
 
+    write(path := tmp_path / "a")
+    assert write(path, documents(lambda: open_tokens(path))).tokens == 6
+    assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
+    assert write(path, documents(lambda: write(path))).documents == 2
     for name in "ab":
         with pytest.raises(KeyboardInterrupt):
-            write(tmp_path / name, broken(), shard_tokens=2)
+            write(tmp_path / name, documents(), shard_tokens=2)
     for left in (".a.0123456789ab.new", ".a.0123456789ab.old", ".a.new", ".b.0123456789ab.new"):
         (tmp_path / left).mkdir()  # by writers that were killed
         (tmp_path / left / "half").write_text("")
@@ -137,9 +127,7 @@ CHANGED = "differs from its checksum"
 DAMAGE = {
     r"00002.npy cannot be read \(mmap length is": edit(SHARD, lambda old: old[:-3]),
     "00002.npy .*it has float16": edit(SHARD, lambda old: old.replace(b"<u2", b"<f2")),
-    "has 12 tokens in .* index.json says 13": edit(
-        SHARD, lambda old: old.replace(b"(3,)", b"(2,)")
-    ),
+    "has 12 tokens in .* index.json says 13": edit(SHARD, lambda old: old.replace(b"(3,", b"(2,")),
     r"13 tokens .* up to \[7\]": edit("offsets.npy", lambda old: old.replace(b"(5,)", b"(4,)")),
     "index.json is not an index of forgekit-tokens version 3": edit_index(version=1),
     f"shard_00002.npy {CHANGED}": edit(SHARD, flip(-1)),

@@ -13,7 +13,6 @@ import pytest
 import torch
 from rollouts.answers import message
 
-import forgekit as fk
 from forgekit.data.batch import mask_batch
 from forgekit.evaluation.generate import Generated
 from forgekit.rollouts.batch import group_advantages, join_rollouts, rollout_batch
@@ -34,9 +33,10 @@ NAMES: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_answers_are_of_one_group_where_its_names_are_equal(kind):
-    groups, rewards = NAMES[kind], torch.tensor([1.0, 5.0, 0.0, 2.0])
-    assert group_advantages(rewards, groups).tolist() == [1.0, 1.0, -1.0, -1.0]
-    one = message(0, answers=4, rewards=rewards, groups=groups)
+    groups, rewards = NAMES[kind], torch.tensor([1.0, 5.0, 0.0, 2.0], requires_grad=True)
+    found = group_advantages(rewards, groups)
+    assert (found.tolist(), found.requires_grad) == ([1.0, 1.0, -1.0, -1.0], False)
+    one = message(0, answers=4, rewards=rewards.detach(), groups=groups)
     batch = join_rollouts([one, message(9)])  # whose group 0 is another one
     first = [batch["advantages"][batch["rewards"] == reward].unique() for reward in (5.0, 2.0)]
     assert torch.cat(first).tolist() == [1.0, -1.0]
@@ -52,24 +52,28 @@ def test_answers_are_of_one_group_where_its_names_are_equal(kind):
     ],
 )
 def test_names_that_cannot_be_compared_are_refused(groups, problem):
+    with pytest.raises(ValueError, match=r"answer 2 \(group 'b'\) is nan"):
+        group_advantages([1.0, 0.0, math.nan], ["a", "a", "b"])
     with pytest.raises(ValueError, match=problem):
         group_advantages([1.0, 0.0, 1.0, 0.0], groups)
     with pytest.raises(ValueError, match=rf"{problem}|but 3 groups"):
         join_rollouts([message(0, answers=4, groups=groups)])
 
 
-def answers(**changes: Any) -> Any:
-    """A batch of an answer of three tokens and one of one."""
-    given: dict[str, Any] = {
-        "prompts": [[4, 5], [6]],
-        "generated": Generated([[4, 5, 1, 2, 3], [6, 9]], [[-1.0, -2.0, -3.0], [-0.5]]),
-        "rewards": [1.0, 0.25],
-        "groups": [0, 0],
-    }
-    changes = dict(changes)
-    of_model = {n: changes.pop(n) for n in ("ids", "log_probs") if n in changes}
-    given["generated"] = given["generated"]._replace(**of_model)
-    return rollout_batch(**{**given, **changes})
+ANSWERS: dict[str, Any] = {"prompts": [[4, 5], [6]], "ids": [[4, 5, 1, 2, 3], [6, 9]]}
+ANSWERS |= {"log_probs": [[-1.0, -2.0, -3.0], [-0.5]], "rewards": [1.0, 0.25]}
+"""Of three tokens and of one."""
+
+
+def of_answers(changes: dict[str, Any]) -> Any:
+    given = ANSWERS | changes
+    generated = Generated(given.pop("ids"), given.pop("log_probs"))
+    return rollout_batch(generated=generated, groups=[0, 0], **given)
+
+
+def of_message(changes: dict[str, Any]) -> Any:
+    """The same through a message, as a generator sends it."""
+    return join_rollouts([ANSWERS | changes], pad_to=changes.get("pad_to"))
 
 
 ONE = [0.5]
@@ -105,32 +109,22 @@ PER_TOKEN: dict[str, Any] = {
 }
 
 
-def of_message(changes: dict[str, Any]) -> Any:
-    """The same through a message, as a generator sends it."""
-    given = {"prompts": [[4, 5], [6]], "ids": [[4, 5, 1, 2, 3], [6, 9]], "rewards": [1.0, 0.25]}
-    pad_to = changes.get("pad_to")
-    given["log_probs"] = [[-1.0, -2.0, -3.0], [-0.5]]
-    return join_rollouts([{**given, **changes}], pad_to=pad_to)
-
-
 @pytest.mark.parametrize("problem", PER_TOKEN)
 def test_what_is_not_one_number_a_token_is_refused_and_never_broadcast(problem):
-    for build in (lambda given: answers(**given), of_message):
+    for build in (of_answers, of_message):
         with pytest.raises(ValueError, match=f"^{problem}"):
             build(PER_TOKEN[problem])
 
 
 @pytest.mark.parametrize("case", FITTING)
 def test_numbers_of_tokens_answers_and_batches_that_fit_are_taken(case):
-    for batch in (answers(**FITTING[case]), of_message(FITTING[case])):
+    for batch in (of_answers(FITTING[case]), of_message(FITTING[case])):
         is_first = batch["rewards"] == 1.0
-        masked = "trained" in FITTING[case]
-        assert int(is_first.sum()) == (2 if masked else 3)
-        assert batch["lengths"][is_first].unique().tolist() == [2 if masked else 3]
-        if "versions" in FITTING[case]:
-            assert batch["versions"][is_first].unique().tolist() == [7]
-        if "advantages" in FITTING[case]:
-            assert batch["advantages"][is_first].unique().tolist() == [0.5]
+        tokens = 2 if "trained" in FITTING[case] else 3
+        wanted = {"lengths": [tokens], "versions": [7], "advantages": [0.5]}
+        assert int(is_first.sum()) == tokens
+        for name in wanted.keys() & {"lengths", *FITTING[case]}:
+            assert batch[name][is_first].unique().tolist() == wanted[name]
         assert float(grpo_loss(batch["log_probs"], batch).count) == pytest.approx(2)
 
 
@@ -209,15 +203,13 @@ def test_rewards_that_their_dtype_tells_apart_have_advantages(case):
     wanted = expected([float(reward) for reward in rewards])
     others = [0.0, 1e15, -5.0]  # of another group, which change nothing
     if case != "float32" and "16" not in case:
-        assert group_advantages([*rewards, *others], [0] * 3 + [1] * 3)[
-            :3
-        ].tolist() == pytest.approx(wanted)
+        beside = group_advantages([*rewards, *others], [0] * 3 + [1] * 3)
+        assert beside[:3].tolist() == pytest.approx(wanted)
     found = group_advantages(rewards, ["a"] * 3)
     assert found.tolist() == pytest.approx(wanted, rel=1e-9)
+    deviation = statistics.pstdev(map(float, rewards))
     apart = group_advantages(rewards, ["a"] * 3, scale=None)
-    assert apart.tolist() == pytest.approx(
-        [x * statistics.pstdev(map(float, rewards)) for x in wanted], rel=1e-9
-    )
+    assert apart.tolist() == pytest.approx([x * deviation for x in wanted], rel=1e-9)
     assert abs(float(found.sum())) < 1e-12
 
 
@@ -227,9 +219,3 @@ def test_rewards_that_rounding_tells_apart_are_equal(case, scale):
     rewards = EQUAL[case]
     found = group_advantages(rewards, [5] * len(rewards), scale=scale)
     assert found.tolist() == [0.0] * len(rewards)
-
-
-def test_advantages_of_trained_rewards_are_constants_on_the_host():
-    rewards = torch.tensor([1.0, 0.0], requires_grad=True)
-    assert not group_advantages(rewards, [0, 0]).requires_grad
-    assert fk.group_advantages(rewards, [0, 0]).tolist() == [1.0, -1.0]

@@ -42,8 +42,7 @@ def test_a_killed_trainer_goes_on_and_trains_each_message_once(tmp_path, redis_u
         run_ranks(life, 1, redis_url, str(tmp_path), 7, (point, 2))
     assert fk.latest_checkpoint(tmp_path) is not None
     (counts,) = run_ranks(life, 1, redis_url, str(tmp_path), 7)
-    assert counts == [1] * 7
-    assert redis.xlen("rollouts") == 0
+    assert (counts, redis.xlen("rollouts")) == ([1] * 7, 0)
 
 
 class Server:

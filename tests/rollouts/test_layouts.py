@@ -61,11 +61,8 @@ def message_of(number: int) -> dict[str, Any]:
     Beside them one without a token, of a group of its own.
     """
     draw = torch.Generator().manual_seed(number)
-    new = [
-        torch.randint(40, (int(torch.randint(1, 6, (1,), generator=draw)),), generator=draw)
-        for _ in range(2)
-    ]
-    prompt = torch.randint(40, (2,), generator=draw)
+    lengths = torch.randint(1, 6, (2,), generator=draw).tolist()
+    prompt, *new = torch.randint(40, (2 + sum(lengths),), generator=draw).split([2, *lengths])
     trained = [torch.rand(len(one), generator=draw) < 0.7 for one in new]
     return {
         "prompts": [*[prompt] * 2, prompt[: 1 + number % 2]],
@@ -101,8 +98,7 @@ def rank_messages(data: int, world: int, kind: str) -> list[Any]:
 def expected_gradients(model: nn.Module, messages: list[Any], name: str) -> dict[str, Tensor]:
     """One message at a time and one plain backward, from the formulas; nothing of the package."""
     total, count = torch.zeros((), dtype=torch.float64), 0.0
-    for number, answer in itertools.product(range(len(messages)), range(2)):
-        message = messages[number]
+    for message, answer in itertools.product(messages, range(2)):
         rewards = torch.tensor(message["rewards"][:2], dtype=torch.float64)
         apart = (rewards - rewards.mean()) / rewards.std(correction=0)
         ids, kept = message["ids"][answer], message["trained"][answer]
@@ -137,9 +133,7 @@ def expected_gradients(model: nn.Module, messages: list[Any], name: str) -> dict
 
 
 def build(kind: str) -> nn.Module:
-    model = fk.Transformer(SPECS[kind])
-    fk.init_weights(model, seed=1)
-    return model.double()
+    return fk.Transformer(SPECS[kind], seed=1).double()
 
 
 def gradients_job(

@@ -84,7 +84,7 @@ def of_trl(batch: TensorDict, log_probs: Tensor, **options: Any) -> Tensor:
     vars(stub).update(options, model=SimpleNamespace(training=True))
     mask = (batch["labels"] != -100).long()
     ids = torch.zeros_like(mask)
-    weights = (batch["old_log_probs"] - batch["log_probs"]).exp().clamp(max=2.0)
+    weights = (batch["old_log_probs"] - batch["log_probs"]).exp().clamp(max=1.3)
     inputs = {
         "prompt_ids": ids[:, :1],
         "prompt_mask": ids[:, :1] + 1,
@@ -99,12 +99,7 @@ def of_trl(batch: TensorDict, log_probs: Tensor, **options: Any) -> Tensor:
     return GRPOTrainer._compute_loss(stub, stub.model, inputs)
 
 
-def clip(low: float, high: float, **options: Any) -> dict[str, Any]:
-    """Of trl; of a whole sequence's ratio."""
-    level = {"importance_sampling_level": "sequence", "epsilon_low": low, "epsilon_high": high}
-    return level | options
-
-
+SEQUENCE = {"importance_sampling_level": "sequence", "epsilon_high": 0.1}
 PARITY = {
     "grpo": (grpo_loss, {}, {}),
     "asymmetric": (grpo_loss, {"clip": (0.1, 0.3)}, {"epsilon_low": 0.1, "epsilon_high": 0.3}),
@@ -113,14 +108,13 @@ PARITY = {
     "bnpo": (ppo_loss, {}, {"loss_type": "bnpo"}),
     "dapo": (dapo_loss, {}, {"loss_type": "dapo", "epsilon_high": 0.28}),
     "dr_grpo": (dr_grpo_loss, {"max_length": LONGEST}, {"loss_type": "dr_grpo"}),
-    "gspo": (gspo_loss, {"clip": (0.05, 0.1)}, clip(0.05, 0.1)),
     "gspo, k3 by ratio": (
-        *(gspo_loss, {"clip": 0.1, "kl": KL(0.2, ratio=True)}),
-        clip(0.1, 0.1, beta=0.2, weighs_kl=True),
+        *(gspo_loss, {"clip": (0.05, 0.1), "kl": KL(0.2, ratio=True)}),
+        SEQUENCE | {"epsilon_low": 0.05, "beta": 0.2, "weighs_kl": True},
     ),
     "cispo": (cispo_loss, {"most": 1.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),
     "truncated": (
-        *(ppo_loss, {"correction": ImportanceCorrection(2.0)}),
+        *(ppo_loss, {"correction": ImportanceCorrection(1.3)}),
         {"loss_type": "bnpo", "corrects": 1},
     ),
 }
@@ -157,20 +151,18 @@ def test_what_is_masked_adds_nothing_whatever_stands_there(loss_fn):
     loss, same = loss_fn(plain, batch, **options), loss_fn(odd, poisoned, **options)
     loss.sum.backward()
     same.sum.backward()
-    assert torch.equal(same.sum, loss.sum)
-    assert torch.equal(same.count, loss.count)
-    assert torch.equal(odd.grad, plain.grad)
+    exactly = {"rtol": 0, "atol": 0}
+    values = [[one.sum, one.count, one.metrics] for one in (same, loss)]
+    torch.testing.assert_close(*values, **exactly)
+    torch.testing.assert_close(odd.grad, plain.grad, **exactly)
     assert not plain.grad[~is_trained].any()
-    for name, pair in loss.metrics.items():
-        assert [float(x) for x in pair] == [float(x) for x in same.metrics[name]]
 
 
 def test_ratios_too_large_for_a_number_leave_gradients_finite():
     batch, log_probs = padded()
     batch["log_probs"] = batch["log_probs"] - 2000
-    leaf = log_probs.clone().requires_grad_()
-    grpo_loss(leaf, batch).sum.backward()
-    assert leaf.grad.isfinite().all()
+    grpo_loss(log_probs.requires_grad_(), batch).sum.backward()
+    assert log_probs.grad.isfinite().all()
 
 
 VOCABULARY = 3
@@ -280,16 +272,11 @@ def test_advantages_are_those_of_groups_in_any_order(scale):
     assert group_advantages([7.0, 0.0], ["alone", "too"], scale=scale).tolist() == [0.0, 0.0]
 
 
-def test_a_reward_is_a_number():
-    with pytest.raises(ValueError, match=r"answer 2 \(group 'b'\) is nan"):
-        group_advantages([1.0, 0.0, float("nan")], ["a", "a", "b"])
-
-
 def test_a_batch_holds_the_sampled_ids_and_its_metrics_are_means_over_answers():
     ids = [torch.tensor(x) for x in ([4, 5, 1, 2, 3], [6, 9], [4, 5, 8])]
     log_probs = [torch.tensor(x) for x in ([-1.0, -2.0, -3.0], [-0.5], [-0.25])]
     batch = rollout_batch(
-        [torch.tensor([4, 5]), torch.tensor([6]), torch.tensor([4, 5])],
+        [ids[0][:2], ids[1][:1], ids[2][:2]],
         SimpleNamespace(ids=ids, log_probs=log_probs),
         [1.0, 5.0, 0.0],
         ["p", "q", "p"],
@@ -325,10 +312,9 @@ def test_without_a_position_to_train_there_is_a_row_of_padding(prompts):
 
 
 def test_a_mistyped_word_is_refused_where_it_would_choose_another_loss():
-    with pytest.raises(ValueError, match="'kind' must be in"):
-        KL(0.1, "K3")
-    with pytest.raises(ValueError, match="'kind' must be in"):
-        ImportanceCorrection(2.0, "masked")
+    for build, mistyped in ((KL, "K3"), (ImportanceCorrection, "masked")):
+        with pytest.raises(ValueError, match="'kind' must be in"):
+            build(2.0, mistyped)
     with pytest.raises(ValueError, match=r"'most' must be > 0: -2\.0"):
         ImportanceCorrection(-2.0, "mask")
     for length in (0, -9, float("nan")):

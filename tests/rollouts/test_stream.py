@@ -8,9 +8,11 @@ import multiprocessing
 import re
 import threading
 import time
+from copy import copy
 from functools import partial
 from queue import Queue
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -42,8 +44,9 @@ def queue_of(count: int) -> Any:
     return queue
 
 
-def ended(redis: FakeRedis) -> FakeRedis:
-    RedisSource(redis).end()
+def ended(count: int) -> FakeRedis:
+    """The same, and the end."""
+    RedisSource(redis := filled(count)).end()
     return redis
 
 
@@ -51,7 +54,7 @@ SOURCES = {
     "iterator": lambda count: map(message, range(count)),
     "function": lambda count: partial(next, map(message, range(count)), None),
     "queue": queue_of,
-    "redis": lambda count: RedisSource(ended(filled(count))),
+    "redis": lambda count: RedisSource(ended(count)),
 }
 
 
@@ -64,12 +67,11 @@ def test_every_source_hands_out_each_message_once_and_in_order(kind):
 
 def test_messages_of_a_function_may_be_anything_but_none_and_it_may_be_asked_again():
     """An array that is compared with None is an array."""
-    replies: list[Any] = [np.arange(3), TimeoutError("busy"), np.zeros(2), None, np.ones(1)]
+    replies = [np.arange(3), TimeoutError("busy"), np.zeros(2), None, np.ones(1)]
+    reply = partial(mock.Mock(side_effect=replies))
 
-    def reply() -> Any:
-        if isinstance(replies[0], Exception):
-            raise replies.pop(0)
-        return replies.pop(0)
+    def joined(arrays: Any) -> TensorDict:
+        return TensorDict({"labels": torch.from_numpy(np.stack(arrays)).long()}, [1])
 
     stream = RolloutStream(reply, to_batch=joined, timeout_s=5)
     assert next(stream)["labels"].tolist() == [[0, 1, 2]]
@@ -78,31 +80,14 @@ def test_messages_of_a_function_may_be_anything_but_none_and_it_may_be_asked_aga
     assert [batch["labels"].tolist() for batch in stream] == [[[0, 0]]]
 
 
-def joined(arrays: Any) -> TensorDict:
-    return TensorDict({"labels": torch.from_numpy(np.stack(arrays)).long()}, [len(arrays)])
-
-
-def counted() -> tuple[list[int], Any]:
-    """Messages, and how many of them were made."""
-    made: list[int] = []
-
-    def generate() -> Any:
-        for number in itertools.count():
-            made.append(number)
-            yield message(number)
-
-    return made, generate()
-
-
 def test_no_message_is_made_before_its_micro_batch_is_due():
-    made, source = counted()
-    seen: list[int] = []
+    numbers, seen = itertools.count(), list[int]()
 
     def loss(model: Any, batch: Any) -> fk.Loss:
-        seen.append(len(made))
+        seen.append(next(copy(numbers)))  # the next one to be made
         return loss_fn(model, batch)
 
-    train(RolloutStream(source, batch_size=2), 3, loss, steps=2)
+    train(RolloutStream(map(message, numbers), batch_size=2), 3, loss, steps=2)
     assert seen == [2, 4, 6, 8, 10, 12]
 
 
@@ -172,8 +157,7 @@ def test_a_lost_reply_is_read_again():
     source._looked_back = None  # it looked back, and then the reply to its first question was lost
     redis.xreadgroup("trainer", "rank0", {"rollouts": ">"}, count=1)
     stream = RolloutStream(source)
-    assert numbers(next(stream)) == [1]
-    assert numbers(next(stream)) == [0]
+    assert (numbers(next(stream)), numbers(next(stream))) == ([1], [0])
 
 
 def test_what_could_not_be_set_aside_comes_again():
@@ -190,12 +174,11 @@ def test_what_could_not_be_set_aside_comes_again():
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_a_bad_step_gives_its_messages_back_and_a_spoiled_one_is_set_aside(saved):
-    redis, seen = ended(filled(4)), list[Any]()
+    redis, seen = ended(4), list[Any]()
     stream = RolloutStream(RedisSource(redis), batch_size=1, attempts=2)
     state = train(stream, 1, spoiling(lambda given: given == [1], seen), saved=saved)
     stream.commit(state)
-    assert seen == [[0], [1], [1], [2], [3], []]
-    assert left(redis) == []
+    assert (seen, left(redis)) == ([[0], [1], [1], [2], [3], []], [])
     ((_, aside),) = redis.xrange("rollouts:set_aside")
     assert aside[b"problem"] == b"was in 2 bad steps"
     assert json.loads(aside[b"rollout"]) == message(1)
@@ -276,8 +259,7 @@ def test_a_wait_ends_with_the_stop_request_and_loses_nothing():
     threading.Timer(0.5, stop.request, ["enough"]).start()
     state = train(stream, 2, saved=True, stop=stop)  # 3 of 4 have come
     assert time.monotonic() - began < 20
-    assert int(state.targets) == 6
-    assert left(redis) == [2]
+    assert (int(state.targets), left(redis)) == (6, [2])
 
 
 def test_a_wait_that_is_too_long_says_who_waits_for_what():
@@ -330,8 +312,7 @@ def test_what_would_lose_rollouts_silently_is_refused():
     fk.accumulate(state, next(groups), loss_fn)
     with pytest.raises(RuntimeError, match="to groups but not to make_step"):
         next(groups)
-    other = {**RolloutStream(iter(())).state_dict(), "reader": [1, 2]}
     with pytest.raises(ValueError, match=r"belongs to reader \[1, 2\], but this is \[0, 1\]"):
-        stream.load_state_dict(other)
+        stream.load_state_dict({**RolloutStream(iter(())).state_dict(), "reader": [1, 2]})
     with pytest.raises(TypeError, match="'int' object is not iterable"):
         RolloutStream(3)

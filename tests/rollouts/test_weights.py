@@ -25,11 +25,8 @@ def stepped(state: fk.TrainState, world: int = 1, rank: int = 0) -> fk.TrainStat
 
 
 def build(tied: bool = True, adapters: bool = False, seed: int = 0) -> fk.Transformer:
-    model = fk.Transformer(attrs.evolve(SPEC, tied=tied))
-    fk.init_weights(model, seed=seed)
-    if adapters:
-        fk.add_lora(model, rank=2)
-    return model
+    model = fk.Transformer(attrs.evolve(SPEC, tied=tied), seed=seed)
+    return fk.add_lora(model, rank=2) if adapters else model
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -39,8 +36,7 @@ def test_a_generator_has_the_trainers_bits_in_the_dtype_that_is_asked_for(tmp_pa
     model = build(seed=7).to(dtype or torch.float32)
     assert read_weights(model, tmp_path) == canary
     assert canary.version == 1
-    for name, tensor in state.model.state_dict().items():
-        assert torch.equal(tensor.to(dtype or torch.float32), model.state_dict()[name]), name
+    assert is_kept(model, full_tensors(state.model.to(dtype or torch.float32)))
 
 
 def test_adapters_are_published_alone_where_only_they_are_trained(tmp_path):
@@ -71,10 +67,8 @@ def test_a_generator_waits_for_the_first_weights(tmp_path):
     state = alone(build())
     with pytest.raises(fk.CheckpointError, match=r"no trainer has published weights at .* 0.1 s"):
         read_weights(build(), tmp_path, timeout_s=0.1)
-    later = threading.Timer(0.3, publish_weights, (state, tmp_path / "new" / "folder", 4))
-    later.start()
+    threading.Timer(0.3, publish_weights, (state, tmp_path / "new" / "folder", 4)).start()
     assert read_weights(build(), tmp_path / "new" / "folder").version == 4
-    later.join()
 
 
 def make_old(folder: Path) -> None:
@@ -90,11 +84,7 @@ FAULTS: dict[str, Any] = {  # what the trainer has, what the generator has, and 
     r"lacks .*, adds \['output.weight'\]": ({}, {"tied": False}, None),
     "is of another model: .*lora": ({}, {"adapters": True}, None),
     r"lacks \['layers.0.*adds \[\]": ({"adapters": True}, {}, None),
-    "nats on the .* another one": (
-        {"adapters": True},
-        {"adapters": True, "seed": 3},
-        None,
-    ),
+    "nats on the .* another one": ({"adapters": True}, {"adapters": True, "seed": 3}, None),
 }
 
 
@@ -188,16 +178,12 @@ def test_a_model_that_does_not_say_its_vocabulary_needs_a_probe(tmp_path):
 
 
 EVEN = attrs.evolve(SPEC, vocab_size=40)
-
-
 CP = pytest.param({"cp": 2}, marks=pytest.mark.oracle)
 
 
 def layout_job(rank: int, world: int, folder: str, layout: dict[str, int]) -> Any:
-    first, generator = (
-        lay_out(fk.Transformer(EVEN, seed=seed).double(), layout) for seed in (0, 3)
-    )
-    state = stepped(first, world, fk.data_ranks(first.mesh)[0])
+    state, generator = (lay_out(fk.Transformer(EVEN, seed=s).double(), layout) for s in (0, 3))
+    state = stepped(state, world, fk.data_ranks(state.mesh)[0])
     canary = publish_weights(state, folder, version=1)
     whole = full_tensors(state.model)
     assert read_weights(generator.model, folder) == canary
