@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -70,10 +71,8 @@ class Bucket:
         shutil.rmtree(folder, ignore_errors=True)
         fs, root = self.fs, url.removeprefix("s3://")
         for name in fs.find(root):
-            target = folder / name.removeprefix(f"{root}/")
-            parent = target.parent
-            if parent.name.startswith("data-"):  # where a save without a rename keeps its files
-                target = parent.parent / target.name
+            # A save without a rename keeps its files in a folder of that name.
+            target = folder / re.sub("/data-[^/]*/", "/", name.removeprefix(f"{root}/"))
             target.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # deleted meanwhile by a run that goes on
                 target.write_bytes(fs.cat_file(name))

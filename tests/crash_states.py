@@ -212,11 +212,10 @@ class Disk:
     def _namespaces(self) -> Iterator[dict[Key, int]]:
         loose = [number for number, change in enumerate(self.changes) if change.unsynced]
         sizes = range(len(loose) + 1)
-        if len(loose) <= MOST_SUBSETS:
-            chosen = [set(some) for n in sizes for some in itertools.combinations(loose, n)]
-        else:
-            chosen = [set(loose[:n]) for n in sizes]
-            chosen += [set(loose) - {one} for one in loose] + [{one} for one in loose]
+        if len(loose) > MOST_SUBSETS:
+            sizes = (0, 1, len(loose) - 1, len(loose))
+        chosen = [set(some) for n in sizes for some in itertools.combinations(loose, n)]
+        chosen += [set(loose[:n]) for n in range(len(loose)) if n not in sizes]
         for some in chosen:
             entries = dict(self.base)
             for number, change in enumerate(self.changes):

@@ -34,10 +34,6 @@ def changed(spec=SPEC, **changes):
     return lambda: of(spec), lambda: of(attrs.evolve(spec, **changes))
 
 
-def adapted(**options):
-    return lambda: of(SPEC, alpha=8.0), lambda: of(SPEC, **options)
-
-
 @attrs.frozen(kw_only=True, slots=True, eq=False)
 class Later(fk.TrainState):
     phase: torch.Tensor
@@ -56,7 +52,10 @@ def like(**options):
     return lambda: linears(**options)
 
 
-WRONG_ALPHA = r"of another model: 'layers\.0\.\S*lora_A' is .*'alpha': 8\.0.* there and .* 16\.0"
+OTHER_LORA = (
+    r"of another model: 'layers\.0\.\S*lora_A' is .*'alpha': 8\.0, .*'rslora': False\} there "
+    r"and .*'alpha': 16\.0, .*'rslora': True\}"
+)
 STATES = {
     "shape": (linears, lambda: linears(3, 4), r"another model: '1.weight' is float32 \[2, 2\] th"),
     "name": (linears, lambda: linears(3), "another model: only it has '1.weight'"),
@@ -64,12 +63,9 @@ STATES = {
     "optimizer": (linears, like(optimizer=torch.optim.Adam), "is SGD there and Adam here"),
     "field": (linears, like(kind=Later, phase=torch.ones(1)), "other fields: it lacks 'phase'"),
     "heads": (*changed(**HEADS), "of another model: .*'heads' is 4 there and 8"),
-    "rope_theta": (*changed(rope_theta=500.0), "of another model: .*'rope_theta'"),
-    "norm_eps": (*changed(norm_eps=1e-3), "of another model: .*'norm_eps'"),
     "rope_scaling": (*changed(rope_scaling=LINEAR), "of another model: .*'rope_scaling"),
     "top_k": (*changed(MOE, moe=attrs.evolve(MOE.moe, top_k=1)), "another model: .*'moe.top_k'"),
-    "alpha": (*adapted(alpha=16.0), WRONG_ALPHA),
-    "rslora": (*adapted(alpha=8.0, rslora=True), r".*'rslora': False\} there and .*'rslora': Tru"),
+    "lora": (lambda: of(SPEC, alpha=8.0), lambda: of(SPEC, alpha=16.0, rslora=True), OTHER_LORA),
 }
 
 

@@ -33,12 +33,8 @@ def content(batch):
 
 def targets(batches):
     """Pairs of a token and the one that follows it in its document, in their order."""
-    found = []
-    for batch in batches:
-        kept = batch["labels"] != -100
-        pairs = torch.stack([batch["input_ids"][kept], batch["labels"][kept]], dim=1)
-        found += [tuple(pair) for pair in pairs.tolist()]
-    return found
+    pairs = [torch.stack([b["input_ids"], b["labels"]], -1)[b["labels"] != -100] for b in batches]
+    return [tuple(pair) for pair in torch.cat(pairs).tolist()]
 
 
 def pairs_of(documents):
