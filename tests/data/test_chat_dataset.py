@@ -172,9 +172,7 @@ REFUSED = {  # a change of the template, and messages
     "message 1 with '.*</s>, I think.', which has no special": (
         *("<|im_end|>", "{% if '</s>' not in m.content %}<|im_end|>{% endif %}"),
     ),
-    r"ends message 0 with '.*<think>\\n', and message 1 does not continue": (
-        *("assistant\n{% endif", "assistant\n<think>\n{% endif"),
-    ),
+    r"0 with '.*<think>\\n', and message 1 does not continue": ("t\n{% e", "t\n<think>\n{% e"),
     "message 1 also change the text outside": ("<|im_end|>", "<|im_end|>{{ m.content | length }}"),
     "do not appear in it": (WORDS, "{% if m.role == 'user' %}{{ m.content }}{% endif %}"),
     'omits the call of "add" in message 1': ("", "", [USER, {**CALL, "content": ""}]),
@@ -519,12 +517,15 @@ def test_every_assistants_turn_is_trained_wherever_it_stands(name):
     assert tokenizer.bos_token_id not in ids
 
 
+SYSTEM = {"system": "Be brief."}
+BRIEF = {"role": "system", "content": "Be brief."}
+
+
 def test_a_system_text_and_tools_of_a_line_are_rendered():
     tokenizer, tools = _tokenizer(TOOLS), [{"name": "add"}]
     chat = [USER, ANSWER]
-    system = [{"role": "system", "content": "Be brief."}, *chat]
-    cases = [({"messages": chat, "system": "Be brief."}, system, None)]
-    cases += [({"prompt": [USER], "completion": [ANSWER], "system": "Be brief."}, system, None)]
+    cases = [({"messages": chat, **SYSTEM}, [BRIEF, *chat], None)]
+    cases += [({"prompt": [USER], "completion": [ANSWER], **SYSTEM}, [BRIEF, *chat], None)]
     for same in (tools, json.dumps(tools), [json.dumps(tools[0])]):
         cases += [({"messages": chat, "tools": same}, chat, tools)]
     cases += [({"messages": chat, "tools": ""}, chat, None)]
@@ -593,12 +594,8 @@ LINES = {
     "contain .*'image_url'.* only parts of text": (
         *(DROP, {"messages": [{**USER, "content": [{"type": "image_url"}]}, ANSWER]}),
     ),
-    'contain .*\'function_call\'.* "from" may be "human", "gpt"': (
-        *(DROP, {"conversations": [{"from": "function_call", "value": "a"}]}),
-    ),
-    'a.jsonl:1 has "system" and a first message': (
-        *(DROP, {"messages": [{"role": "system", "content": "a"}, USER, ANSWER], "system": "a"}),
-    ),
+    'contain .*call.* "from" may be "human", "gpt"': (DROP, {"conversations": [{"from": "call"}]}),
+    'a.jsonl:1 has "system" and a first message': (DROP, {"messages": [BRIEF, ANSWER], **SYSTEM}),
     "long is 'truncate'": (partial(preference_dataset, long="truncate"), LONG),
 }
 

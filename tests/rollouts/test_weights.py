@@ -67,8 +67,10 @@ def test_a_generator_waits_for_the_first_weights(tmp_path):
     state = alone(build())
     with pytest.raises(fk.CheckpointError, match=r"no trainer has published weights at .* 0.1 s"):
         read_weights(build(), tmp_path, timeout_s=0.1)
-    threading.Timer(0.3, publish_weights, (state, tmp_path / "new" / "folder", 4)).start()
+    later = threading.Timer(0.3, publish_weights, (state, tmp_path / "new" / "folder", 4))
+    later.start()
     assert read_weights(build(), tmp_path / "new" / "folder").version == 4
+    later.join()
 
 
 def make_old(folder: Path) -> None:
