@@ -203,9 +203,8 @@ def test_every_kind_of_field_and_every_dtype_comes_back_exactly(tmp_path, caplog
     assert (loaded[0], loaded["inf"], loaded[True]) == ([1, (2.5, None)], math.inf, {"x": 2**70})
     assert bits(loaded["a"]["b"]) == bits(one)
     assert bits(loaded["a.b"]) == bits(other)
-    assert {n: bits(v) for n, v in loaded["odd"].items()} == {
-        n: bits(v) for n, v in odd_values().items()
-    }
+    odd = {name: bits(value) for name, value in loaded["odd"].items()}
+    assert odd == {name: bits(value) for name, value in odd_values().items()}
     fk.checkpoint_load(build(), tmp_path)
     assert "fields that the state does not: ema, name, note, phase, stream" in caplog.text
 

@@ -119,10 +119,8 @@ def test_the_ids_are_the_templates_and_a_turns_words_and_its_end_are_trained(tem
 
 
 def test_a_template_that_writes_todays_date_gives_the_same_rows_every_day():
-    dated = (
-        "\n  {% set day = strftime_now('%d %b %Y') if strftime_now is defined %}{{ day }}" + CHATML
-    )
-    (example,) = _encode(dated, [USER, ANSWER])
+    day = "\n  {% set day = strftime_now('%d %b %Y') if strftime_now is defined %}{{ day }}"
+    (example,) = _encode(day + CHATML, [USER, ANSWER])
     assert _tokenizer(CHATML).decode(example.ids).startswith("\n26 Jul 2024<|im_start|>user")
 
 

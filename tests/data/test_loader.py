@@ -233,10 +233,8 @@ def share_of(loader, *where, **options):
 
 def test_parts_are_all_of_a_step_whoever_takes_part():
     """Groups come and go, a step is done again, and one is behind. 5 micro-batches of 2 x 3."""
-    options = {"shuffle": False, "world": 2}
-    loaders = [
-        make_loader(Rows(1000), 3, rank=n % 2, workers=n // 2 % 2, **options) for n in range(14)
-    ]
+    options = {"dataset": Rows(1000), "batch_size": 3, "shuffle": False, "world": 2}
+    loaders = [make_loader(**options, rank=n % 2, workers=n // 2 % 2) for n in range(14)]
     for step, participants in [(0, 3), (0, 3), (1, 3), (1, 1), (2, 7), (3, 2), (4, 4), (5, 4)]:
         rows, samples = [], 0
         for n, loader in enumerate(loaders[: 2 * participants]):

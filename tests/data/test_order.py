@@ -61,10 +61,8 @@ def orders(draw, longest=4):
     sizes = {name: draw(st.integers(1, 400)) for name in names}
     weights = {name: draw(st.one_of(WEIGHTS, st.just(0))) for name in names} | {"a": draw(WEIGHTS)}
     starts = sorted(draw(st.sets(st.integers(0, 5000), max_size=3)))
-    phases = [
-        fk.Phase(start, draw(st.dictionaries(st.sampled_from(names), WEIGHTS)), 0.5)
-        for start in starts
-    ]
+    changes = st.dictionaries(st.sampled_from(names), WEIGHTS)
+    phases = [fk.Phase(start, draw(changes), 0.5) for start in starts]
     seed = draw(st.integers(-(2**40), 2**70))
     temperature = draw(st.sampled_from([1.0, 0.5, 3.0, float("inf")]))
     return fk.make_order(sizes, weights, temperature=temperature, seed=seed, phases=phases)

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from itertools import islice
 
+import attrs
 import numpy as np
 import pytest
 import torch
-from lab import full, lay_out
+from lab import SPEC, full, lay_out
 from pool import run_again
 from torch import nn
 
@@ -186,10 +187,7 @@ def test_a_loader_refuses_what_would_train_on_other_rows(file):
 
 def refuse_length(_rank, _world, path):
     """A later phase's rows of 6 cannot be shared by two ranks in a ring, which take 4 chunks."""
-    spec = fk.TransformerSpec(
-        vocab_size=TOKENS, dim=8, layers=1, heads=2, kv_heads=2, ffn_dim=8, max_seq_len=12
-    )
-    model = fk.Transformer(spec)
+    model = fk.Transformer(attrs.evolve(SPEC, vocab_size=TOKENS, max_seq_len=12))
     state = lay_out(model, {"cp": 2})
     dataset = dataset_of(path, make_sizes(8, 12, [SizePhase(8, seq_len=6), SizePhase(16)]))
     with pytest.raises(ValueError, match=r"sequence length 6 must be a multiple of 4"):

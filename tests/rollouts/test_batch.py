@@ -100,9 +100,7 @@ PER_TOKEN: dict[str, Any] = {
     r"answer 1: versions of token 0 is 7.5": {"versions": [7, [7.5]]},
     r"answer 0: advantages has shape \(1,\)": {"advantages": [ONE, ONE]},
     r"answer 1: advantages of token 0 is nan": {"advantages": [0.5, math.nan]},
-    r"answer 0: advantages of token 2 is 1e\+39; it must be a finite float32": {
-        "advantages": [[0.0, 1.0, 1e39], 0.0]
-    },
+    r"answer 0: advantages of token 2 is 1e\+39; .* float32": {"advantages": [[0, 1, 1e39], 0]},
     r"answer 1: ids are \[6.0, 9.5\]": {"ids": [[4, 5, 1, 2, 3], [6, 9.5]]},
     r"answer 1: ids are \[\[6, 9\]\]": {"ids": [[4, 5, 1, 2, 3], torch.tensor([[6, 9]])]},
     r"capacity 0 must be at least 1": {"pad_to": 0},

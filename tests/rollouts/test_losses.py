@@ -100,6 +100,7 @@ def of_trl(batch: TensorDict, log_probs: Tensor, **options: Any) -> Tensor:
 
 
 SEQUENCE = {"importance_sampling_level": "sequence", "epsilon_high": 0.1}
+CAPPED = ImportanceCorrection(1.3)
 PARITY = {
     "grpo": (grpo_loss, {}, {}),
     "asymmetric": (grpo_loss, {"clip": (0.1, 0.3)}, {"epsilon_low": 0.1, "epsilon_high": 0.3}),
@@ -113,10 +114,7 @@ PARITY = {
         SEQUENCE | {"epsilon_low": 0.05, "beta": 0.2, "weighs_kl": True},
     ),
     "cispo": (cispo_loss, {"most": 1.3}, {"loss_type": "cispo", "epsilon_high": 1.3}),
-    "truncated": (
-        *(ppo_loss, {"correction": ImportanceCorrection(1.3)}),
-        {"loss_type": "bnpo", "corrects": 1},
-    ),
+    "truncated": (ppo_loss, {"correction": CAPPED}, {"loss_type": "bnpo", "corrects": 1}),
 }
 
 
@@ -175,9 +173,8 @@ def texts() -> list[tuple[int, int]]:
 def log_policy(parameters: Tensor) -> Tensor:
     """Log-probabilities of both tokens of all nine texts, ``[9 2]``, from ``[4 3]`` logits."""
     tables = parameters.log_softmax(-1)
-    return torch.stack(
-        [torch.stack([tables[0, one], tables[1 + one, two]]) for one, two in texts()]
-    )
+    pairs = [torch.stack([tables[0, one], tables[1 + one, two]]) for one, two in texts()]
+    return torch.stack(pairs)
 
 
 def expected_gradient(

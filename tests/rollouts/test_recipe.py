@@ -19,10 +19,9 @@ def test_two_ranks_train_on_what_generators_send_and_go_on_after_a_kill(tmp_path
     out = tmp_path / "run"
     words = [f"out={out}", f"redis={redis_url}", *SMALL]
     with ExitStack() as stack:
+        generating = [*words, "role=generate"]
         generators = [
-            stack.enter_context(
-                launch("rollout", [*words, "role=generate"], log=tmp_path / f"generator{number}")
-            )
+            stack.enter_context(launch("rollout", generating, log=tmp_path / f"generator{number}"))
             for number in range(2)
         ]
         with launch("rollout", [*words, "steps=1000"], ranks=2, log=tmp_path / "killed") as job:
