@@ -50,9 +50,13 @@ from forgekit.run.stop_signal import StopSignal
 from tensordict import TensorDict
 import time, torch
 
+class Rows(list):
+    def __getitem__(self, row):
+        return TensorDict({"x": torch.tensor([row])})
+
 if __name__ == "__main__":
-    rows = [TensorDict({"x": torch.tensor([row])}) for row in range(9)]
-    with make_loader(rows, 1, workers=1, processes=True) as loader, StopSignal() as stop:
+    options = {"workers": 1, "processes": True, "epochs": None}
+    with make_loader(Rows(range(9)), 1, **options) as loader, StopSignal() as stop:
         batches = iter(loader)
         print("reads", next(batches)["x"].numel(), flush=True)
         while stop.reason is None:
