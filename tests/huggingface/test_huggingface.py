@@ -211,29 +211,12 @@ def test_both_spellings_of_rope_are_written_and_each_is_read(scaling, gone):
     assert families.compare_specs(families.FAMILIES[0].read(kept), spec) == []
 
 
-CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-
-
-def save_tokenizer(directory):
-    """A small tokenizer of transformers, with special tokens and a chat template."""
-    import tokenizers
-    import transformers
-
-    model = tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, unk_token="a")
-    options = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(model), **options
-    )
-    tokenizer.save_pretrained(directory)
-
-
 def test_all_that_a_directory_says_beside_its_weights_is_kept(tmp_path):
     import transformers
 
     theirs = make_model("Llama", eos_token_id=[1, 2], bos_token_id=0, pad_token_id=3)
     theirs.generation_config.update(eos_token_id=[1, 2], temperature=0.3, do_sample=True)
     theirs.save_pretrained(tmp_path / "theirs")
-    save_tokenizer(tmp_path / "theirs")
     model = load(tmp_path / "theirs", vocab_size=40)
     for table in (model.embedding.weight.data, model.output.weight.data):
         assert table[31:].eq(0).all()
@@ -245,9 +228,6 @@ def test_all_that_a_directory_says_beside_its_weights_is_kept(tmp_path):
     assert again.config.to_dict().items() >= ids.items()
     assert again.generation_config.eos_token_id == [1, 2]
     assert again.generation_config.temperature == 0.3
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
-    assert tokenizer.chat_template == CHAT
-    assert (tokenizer.eos_token, tokenizer.bos_token) == ("</s>", "<s>")
 
 
 def test_a_tokenizer_of_ones_own_gives_the_token_that_ends_a_text(tmp_path):
@@ -282,6 +262,7 @@ def update(path, **changes):
     write(path, json.loads(path.read_text()) | changes)
 
 
+CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 MANY = {"default": CHAT, "tool_use": "TOOLS" + CHAT, "rag": "RAG" + CHAT}
 CODE = {"model.py", "tokens.py"}
 CLASSES = {"AutoTokenizer": ["tokens.Own", None]}
@@ -301,15 +282,15 @@ ROOM = {
 
 def test_whatever_is_read_beside_the_weights_is_in_an_export(tmp_path):
     """All chat templates, and files of other tokenizers and processors; no code that they name."""
+    import tokenizers
     import transformers
 
-    base = tmp_path / "base"
+    base, tokens = tmp_path / "base", {"bos_token": "<s>", "eos_token": "</s>"}
     save_model("Llama", base)
-    save_tokenizer(base)
     model = load(base)
-    templates = {name: text for name, text in MANY.items() if name != "default"}
-    for name, text in templates.items():
-        write(base / "additional_chat_templates" / f"{name}.jinja", text)
+    words = tokenizers.models.WordLevel({"<s>": 0, "</s>": 1, "a": 2}, unk_token="a")
+    words = {"tokenizer_object": tokenizers.Tokenizer(words), "chat_template": MANY}
+    transformers.PreTrainedTokenizerFast(**words, **tokens).save_pretrained(base)
     update(base / "tokenizer_config.json", chat_template="KEY")  # the file counts, not the key
     expected = transformers.AutoTokenizer.from_pretrained(base)
     assert expected.chat_template == MANY
@@ -336,15 +317,13 @@ def test_whatever_is_read_beside_the_weights_is_in_an_export(tmp_path):
         again = transformers.AutoTokenizer.from_pretrained(tmp_path / way)
         assert again.chat_template == MANY
         assert again.get_vocab() == expected.get_vocab()
+        assert again.special_tokens_map == expected.special_tokens_map
 
 
 def leave_index(base, other):
     for path in other.glob("model*"):
         shutil.copy(path, base)
-
-
-def beside(base, other):
-    shutil.copy(next(other.glob("model-*")), base / "optimizer.safetensors")
+    shutil.copy(path, base / "optimizer.safetensors")
 
 
 def named(name):
@@ -372,8 +351,7 @@ def no_list(base, other):
 SHARDS = "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 ROOMS = {
-    "an index and shards of another save": (leave_index, None),
-    "files of other programs": (beside, None),
+    "an index and shards of another save, and files of other programs": (leave_index, None),
     "an index that was cut short": (lambda base, other: write(base / SHARDS, "{"), None),
     "a file that the configuration names": (named("named.safetensors"), None),
     "an index that the configuration names": (named(SHARDS), None),
@@ -512,39 +490,31 @@ def test_what_fails_on_one_rank_fails_on_all_and_leaves_all_as_it_was(tmp_path):
 # DoRA
 
 
-def add_dora(model):
-    return fk.add_lora(model, rank=2, dora=True, targets=("*.query", "*.down"))
-
-
-def test_lengths_of_rows_are_those_of_the_weights_that_were_read(tmp_path):
-    save_model("Llama", tmp_path)
-    model = add_dora(fk.Transformer(fk.huggingface_spec(tmp_path), seed=3))
-    learned, fresh = (block.attention.query for block in model.layers[:2])
-    with torch.no_grad():  # an adapter that has learned keeps its lengths
-        learned.lora_B.fill_(0.1)
-        for adapter in (learned, fresh):
-            adapter.lora_magnitude_vector.fill_(0.7)
-    fk.load_huggingface(model, tmp_path)
-    assert bool((learned.lora_magnitude_vector == 0.7).all())
-    assert torch.equal(fresh.lora_magnitude_vector, fresh.weight.norm(dim=1))
+LEARNED = "layers.0.attention.query.lora_"
 
 
 def _load_with_lengths(rank, world, directory, sizes):
     mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
     with torch.device("meta"):
-        model = add_dora(fk.Transformer(fk.huggingface_spec(directory)))
+        model = fk.Transformer(fk.huggingface_spec(directory))
+        fk.add_lora(model, rank=2, dora=True, targets=("*.query", "*.down"))
     model = fk.parallelize(model, mesh)
+    with torch.no_grad():  # an adapter that has learned keeps its lengths
+        for name, parameter in model.named_parameters():
+            if "magnitude" in name or name == f"{LEARNED}B":
+                parameter.fill_(0.7)
     fk.load_huggingface(model, directory)
     return {n: full(p).detach() for n, p in model.named_parameters() if "magnitude" in n}
 
 
-@pytest.mark.parametrize("dimension", some_of(["tp", "pp"], "pp"))
-def test_every_layout_takes_them_of_the_whole_weights(dimension, tmp_path):
+@pytest.mark.parametrize("dimension", some_of(["dp_shard", "tp", "pp"], "dp_shard", "pp"))
+def test_lengths_of_rows_are_those_of_the_whole_weights_that_were_read(dimension, tmp_path):
     save_model("Llama", tmp_path, vocab_size=32)
     weights = dict(load(tmp_path).named_parameters())
     held = run_again(_load_with_lengths, 2, tmp_path, {"dp_shard": 1, dimension: 2})
     found = {name: lengths for one in held for name, lengths in one.items()}
-    assert len(found) == 6
+    assert bool((found.pop(f"{LEARNED}magnitude_vector") == 0.7).all())
+    assert len(found) == 5
     for name, lengths in found.items():
         weight = weights[name.replace("lora_magnitude_vector", "weight")]
         assert torch.equal(lengths, weight.norm(dim=1)), name

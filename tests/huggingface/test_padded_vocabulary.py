@@ -135,18 +135,17 @@ def _laid_out(rank, world, folder, sizes, size, new):
     rows = {n: full(p).detach() for n, p in state.model.named_parameters() if p.shape[0] == size}
     batches = [TensorDict({"input_ids": X, "labels": LABELS}, [2]) for _ in range(2)]  # one a stage
     results = {}
-    for name in HEADS:
+    for name in () if new else HEADS:
         found = mean_gradients(state, batches, lambda m, b, name=name: loss_of(name, m))
         results[name] = {n: g for n, g in found.items() if n in rows}
-    if "pp" not in sizes:
+    if "pp" not in sizes and not new:
         results["texts"] = fk.generate(state.model, X[:, :2], max_new_tokens=12, temperature=9.0)
     return rows, results
 
 
 LAYOUTS = {
     "fsdp2": ({"dp_shard": 2}, 33, False),
-    "tp2, one rank of padding alone": ({"tp": 2, "dp_shard": 1}, 64, False),
-    "tp2, tied": ({"tp": 2, "dp_shard": 1}, 36, True),
+    "tp2, tied, one rank of padding alone": ({"tp": 2, "dp_shard": 1}, 64, True),
     "pp2": ({"pp": 2, "dp_shard": 1}, 33, False),
 }
 
@@ -184,19 +183,12 @@ def test_new_tokens_start_at_the_mean_and_padding_at_zero(layout, tmp_path, monk
     tables = {"embedding.weight": theirs.model.embed_tokens.weight.detach()}
     if not tied:
         tables["output.weight"] = theirs.lm_head.weight.detach()
-    if world == 1:
-        spec = attrs.evolve(fk.huggingface_spec(tmp_path), vocab_size=64, unpadded_vocab_size=34)
-        model = fk.Transformer(spec)
-        fk.load_huggingface(model, tmp_path)
-        everyone = [({n: p.detach() for n, p in model.named_parameters() if len(p) == 64}, {})]
-    else:
-        everyone = run_again(_laid_out, world, tmp_path, sizes, 64, 3)
     seen = set()
-    for rows, _ in everyone:
+    for rows, _ in run_again(_laid_out, world, tmp_path, sizes, 64, 3):
         for name, values in rows.items():
             seen.add(name)
             expected = torch.cat([tables[name], tables[name].mean(0).expand(3, -1)])
-            torch.testing.assert_close(values[:34], expected.to(values.dtype), rtol=1e-12, atol=0)
+            torch.testing.assert_close(values[:34], expected, rtol=1e-12, atol=0)
             assert not values[34:].any()
     assert seen == tables.keys()
 
