@@ -33,17 +33,12 @@ def test_raise_counts_bad_steps_until_a_good_row():
         check(row(40, 1))
 
 
-@pytest.mark.parametrize(("policy", "warned"), [("warn", [3, 5]), ("skip", [])])
-def test_the_other_policies_go_on(policy, warned, caplog):
-    check = bad_step_policy(policy)
-    for number, skipped in enumerate([0, 3, 0, 5]):
-        check(row(number, skipped))
+@pytest.mark.parametrize(("policy", "warned"), [("warn", [5, 2]), ("skip", []), ("roll_back", [])])
+def test_the_other_policies_go_on_or_ask_for_bad_steps_one_after_another(policy, warned, caplog):
+    check = bad_step_policy(policy, patience=3)
+    asked = [check(one) for one in (row(10, 5, 2), None, row(20, 0, 0), row(30, 2, 3))]
+    assert asked == [False, False, False, policy == "roll_back"]
     assert [int(message.split()[0]) for message in caplog.messages] == warned
-
-
-def test_roll_back_asks_for_bad_steps_one_after_another():
-    check = bad_step_policy("roll_back", patience=3)
-    assert [check(one) for one in (row(10, 5, 2), None, row(20, 1, 3))] == [False, False, True]
 
 
 def rows(broken=()):
@@ -151,19 +146,15 @@ def test_without_a_good_checkpoint_there_is_no_way_back(tmp_path):
     assert state.step == 2
 
 
-def test_bad_steps_are_written_down_with_their_rows(tmp_path):
+def test_bad_steps_are_written_down_with_their_rows_and_sources(tmp_path):
     broken = broken_rows(20, 4) + broken_rows(32, 4)
-    _, seen = train(rows(broken), 12, tmp_path, every=3)
-    found = read_bad_steps(tmp_path)
+    _, seen = train(rows(broken), 12, tmp_path / "one", every=3)
+    found = read_bad_steps(tmp_path / "one")
     assert [(bad["step"], bad["samples"]) for bad in found] == [(6, [20, 24]), (9, [32, 36])]
     assert [bad["rows"] for bad in found] == [seen[5], seen[8]]
     assert [(bad["loss"], bad["spike"]) for bad in found] == [(None, False)] * 2
-
-
-def test_bad_steps_of_a_mixture_name_their_sources(tmp_path):
     order = fk.make_order({"a": ROWS, "b": ROWS})
-    dataset = fk.mixture_dataset({"a": rows(), "b": rows(range(ROWS))}, order)
-    train(dataset, 2, tmp_path)
+    train(fk.mixture_dataset({"a": rows(), "b": rows(range(ROWS))}, order), 2, tmp_path)
     first, _ = read_bad_steps(tmp_path)
     assert list(zip(first["sources"], first["rows"], strict=True)) == [order(i) for i in range(4)]
 
