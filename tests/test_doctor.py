@@ -5,13 +5,13 @@ import fcntl
 import io
 import os
 import re
-import socket
 from contextlib import redirect_stdout
 from pathlib import Path
 from unittest import mock
 
 import pytest
 from pool import run_ranks
+from runs import free_port, rank_variables
 
 from forgekit.cli import main
 from forgekit.doctor import check_folder
@@ -33,20 +33,16 @@ def test_a_good_folder_is_ready_and_nothing_is_left_behind(tmp_path, capsys):
 
 def launched(rank, world, port, out):
     """``forgekit doctor`` as torchrun starts it on one rank; what it printed and its exit code."""
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    which = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    started = rank_variables(rank, world, port)
     said, folder = io.StringIO(), Path(out, str(min(rank, 1)))
     folder.mkdir(exist_ok=True)
-    with mock.patch.dict(os.environ, where | which), redirect_stdout(said):
+    with mock.patch.dict(os.environ, started), redirect_stdout(said):
         code = main(["doctor", str(folder)])
     return code, said.getvalue()
 
 
 def test_under_a_launcher_its_ranks_are_checked_and_the_first_says_which_share_no_folder(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    (code, said), *others = run_ranks(launched, 3, port, str(tmp_path), group=False)
+    (code, said), *others = run_ranks(launched, 3, free_port(), str(tmp_path), group=False)
     assert "\n3 ranks\n  ok    sum on cpu         3 ranks added ones up to 3\n" in said
     bad = r"\n  BAD   shared folder      ranks 1, 2 do not see a file that rank 0 writes into .*\n"
     assert re.search(bad + r"\n1 problem to fix before a run\n$", said), said

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-
 import numpy as np
 import pytest
 
@@ -37,27 +35,3 @@ def plain(tmp_path_factory):
     path = tmp_path_factory.mktemp("recipe") / "pretrain.py"
     path.write_text(text.replace(end, "        if run.end(state) and False:\n"))
     return path
-
-
-@pytest.fixture
-def stopping_early(monkeypatch):
-    """Makes a context in which a run is asked to stop in its second step."""
-    make_step = fk.make_step
-
-    def stopping(*arguments, stop, **options):
-        step = make_step(*arguments, stop=stop, **options)
-
-        def counted(state, batches):
-            if state.step == 1:
-                stop.request("enough")
-            return step(state, batches)
-
-        return counted
-
-    @contextmanager
-    def patched():
-        with monkeypatch.context() as patch:
-            patch.setattr(fk, "make_step", stopping)
-            yield
-
-    return patched

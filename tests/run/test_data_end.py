@@ -66,27 +66,6 @@ def test_an_uneven_end_is_an_error_on_every_rank_if_asked_for():
     assert str(caught.value).count("the data ended on only 1 of 2 ranks") == 2
 
 
-def stream_train(rank, world):
-    documents = [[number] * 7 for number in range(1, 4)]  # three, so one rank has two
-    stream = fk.data.stream_documents(documents, 4, 1, eos_id=0, rank=rank, world=world, epochs=1)
-    state = lay_out(fk.Transformer(SPEC).double())
-    end = fk.run.DataEnd("pad")
-    step = fk.make_step(logits_loss, schedule=fk.constant(0.0), end=end)
-    targets = []
-    for batches in fk.groups(stream, 1, end=end):
-        state, metrics = step(state, batches)
-        targets.append(int(metrics["targets"]))
-    return targets, state.samples
-
-
-def test_document_streams_of_one_epoch_train_on_every_document_once():
-    (steps, samples), (others, same) = run_again(stream_train, 2)
-    assert steps == others
-    assert sum(steps) == 3 * 7
-    assert all(steps)
-    assert samples == same == 2 * len(steps)
-
-
 def test_a_stream_without_anything_left_knows_what_padding_looks_like():
     stream = fk.data.stream_documents([[1, 2, 3]], 4, 1, eos_id=0, rank=0, world=1, epochs=1)
     assert [int((batch["labels"] != -100).sum()) for batch in stream] == [3]

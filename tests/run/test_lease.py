@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,17 +27,6 @@ def content(url):
     """Who holds it, and how often it was renewed."""
     fs, root = fs_of(url)
     return fs.cat_file(f"{root}/.lease").decode().splitlines()[1].split()
-
-
-def test_a_second_writer_is_refused_by_name_and_a_clean_end_makes_nobody_wait(url, tmp_path):
-    with held(url, tmp_path, period_s=PERIOD_S):
-        began = time.monotonic()
-        message = rf"{url} is in use by pid {os.getpid()} on host {socket.gethostname()} since 20"
-        with pytest.raises(RunLockedError, match=message):
-            Lease(url, 30.0).take()
-        assert time.monotonic() - began < 20.0  # as soon as it is seen to be renewed
-    with held(url, tmp_path / "..", period_s=600.0):
-        pass
 
 
 def test_a_crashed_writer_loses_its_lease_whatever_its_clock_says(url, capsys):

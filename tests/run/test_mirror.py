@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import socket
 import threading
 from contextlib import ExitStack, closing, contextmanager, redirect_stderr
 from io import StringIO
@@ -242,4 +244,5 @@ def test_two_runs_in_one_folder_of_a_bucket(bucket, url, monkeypatch, capsys, tm
             with pytest.raises(SystemExit) as stop, fk.open_run(url, {}):
                 raise AssertionError
             assert stop.value.code == 1
-            assert f"error: {url} is in use by pid " in capsys.readouterr().err
+            holder = f"pid {os.getpid()} on host {socket.gethostname()} since 20"
+            assert f"error: {url} is in use by {holder}" in capsys.readouterr().err

@@ -250,18 +250,16 @@ def test_data_that_are_slow_are_waited_for_as_long_as_steps_go_on(patience, vote
 
 
 GLOO = RuntimeError("[gloo/transport/tcp/pair.cc:538] Connection closed by peer")
+ERRORS = [
+    (0.1, GLOO, True),
+    (0.1, torch.distributed.DistNetworkError("Connection reset by peer"), True),
+    (0.1, HangError("the ranks lost each other after step 1"), True),
+    (20.0, GLOO, False),
+    (0.1, RuntimeError("full"), False),
+]
 
 
-@pytest.mark.parametrize(
-    ("patience_s", "error", "is_stop"),
-    [
-        (0.1, GLOO, True),
-        (0.1, torch.distributed.DistNetworkError("Connection reset by peer"), True),
-        (0.1, HangError("the ranks lost each other after step 1"), True),
-        (20.0, GLOO, False),
-        (0.1, RuntimeError("full"), False),
-    ],
-)
+@pytest.mark.parametrize(("patience_s", "error", "is_stop"), ERRORS)
 def test_a_failed_collective_long_after_a_signal_is_a_stop_and_nothing_else(
     patience_s, error, is_stop
 ):
