@@ -35,19 +35,9 @@ PATIENCE_S = 150
 """With a job that writes nothing: on a busy machine it is slow, but it goes on."""
 POLL_S = 0.005
 MODEL = {"vocab_size": 64, "dim": 32, "layers": 2, "heads": 4, "kv_heads": 2, "ffn_dim": 64}
-TINY = {
-    "device": "cpu",
-    "log_every": 1,
-    "save_every": 5,
-    "eval_every": 0,
-    "global_batch_size": 8,
-    "batch_size": 4,
-    "optim.warmup": 5,
-    "data.seq_len": 16,
-    "model.max_seq_len": 16,
-    "data.workers": 1,
-    **{f"model.{name}": size for name, size in MODEL.items()},
-}
+TINY = {"device": "cpu", "log_every": 1, "save_every": 5, "eval_every": 0, "optim.warmup": 5}
+TINY |= {"global_batch_size": 8, "batch_size": 4, "data.seq_len": 16, "data.workers": 1}
+TINY |= {"model.max_seq_len": 16} | {f"model.{name}": size for name, size in MODEL.items()}
 
 
 def arguments(**settings: Any) -> list[str]:
@@ -112,32 +102,20 @@ class Job:
         process: The process of the command itself, or of the first rank.
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        log: Path,
-        cwd: Path | None = None,
-        forked: int = 0,
-        variables: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, command, *, log, cwd=None, forked=0, variables=MappingProxyType({})):
         self._log = log
         self._mark = uuid.uuid4().hex
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "FORGEKIT_TEST_JOB": self._mark}
-        environment |= variables
+        given = os.environ | {"OMP_NUM_THREADS": "1", "FORGEKIT_TEST_JOB": self._mark} | variables
         self.ranks: list[Any] = []
         with log.open("ab" if forked else "wb") as stream:
             stream.truncate(0)
-            if forked:
-                for place in _ranks(forked):  # one process group, that of the first
-                    group = self.ranks[0].pid if self.ranks else 0
-                    options = {"env": environment | place, "cwd": cwd, "group": group}
-                    self.ranks.append(Forked(command, log=stream.fileno(), **options))
-            else:
-                started = subprocess.Popen(
-                    command, stdout=stream, stderr=subprocess.STDOUT, env=environment, cwd=cwd
-                )
-                self.ranks = [started]
+            for place in _ranks(forked):  # one process group, that of the first
+                group = self.ranks[0].pid if self.ranks else 0
+                options = {"env": given | place, "cwd": cwd, "group": group}
+                self.ranks.append(Forked(command, log=stream.fileno(), **options))
+            if not forked:
+                to = {"stdout": stream, "stderr": subprocess.STDOUT}
+                self.ranks = [subprocess.Popen(command, env=given, cwd=cwd, **to)]
         self.process = self.ranks[0]
 
     @property
@@ -173,8 +151,12 @@ class Job:
 
     def end(self) -> int:
         """Wait until no process is left; return the exit code of the command itself."""
+        return self.codes()[0]
+
+    def codes(self) -> list[int]:
+        """Wait until no process is left; the exit code of each rank, negative for signals."""
         self.wait_for(self._is_over, "end")
-        return self.process.wait()
+        return [rank.wait() for rank in self.ranks]
 
     def kill(self) -> None:
         """Kill all of its processes, and those that they start meanwhile."""
@@ -192,14 +174,30 @@ class Job:
         return all(rank.poll() is not None for rank in self.ranks) and not self.members()
 
 
-def _ranks(count: int) -> Iterator[dict[str, str]]:
-    """The variables of each rank; none for a process alone."""
+def free_port() -> str:
+    """A port that nobody has."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free.getsockname()[1])}
-    shared = address | {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
-    for rank in map(str, range(count)):
-        yield {"RANK": rank, "LOCAL_RANK": rank, **shared} if count > 1 else {}
+        return str(free.getsockname()[1])
+
+
+def rank_variables(rank: int, world: int, port: str) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    sizes = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    return address | {name: str(size) for name, size in sizes.items()}
+
+
+def _ranks(count: int) -> list[dict[str, str]]:
+    """The variables of each rank; none for a process alone."""
+    port = free_port()
+    return [rank_variables(n, count, port) if count > 1 else {} for n in range(count)]
+
+
+def rank_of(pid: int) -> int | None:
+    """The rank of a process that a launcher has started; None for another."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((int(v[5:]) for v in variables if v.startswith(b"RANK=")), None)
 
 
 @contextmanager

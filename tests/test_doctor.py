@@ -53,16 +53,15 @@ def refuse(*arguments, **options):
     raise OSError(errno.EPERM, "Operation not permitted")
 
 
-@pytest.mark.parametrize(
-    ("part", "name", "outcome", "remedy"),
-    [
-        ((fcntl, "flock"), "lock", "note", "Make sure that no second run writes"),
-        ((Path, "rename"), "rename", "BAD", "Make room, if it is full. Checkpoints need it: "),
-    ],
-)
-def test_what_a_file_system_cannot_do_says_what_that_means(
-    part, name, outcome, remedy, tmp_path, monkeypatch
-):
+CANNOT = {
+    "lock": (fcntl, "flock", "note", "Make sure that no second run writes"),
+    "rename": (Path, "rename", "BAD", "Make room, if it is full. Checkpoints need it: "),
+}
+
+
+@pytest.mark.parametrize("name", CANNOT)
+def test_what_a_file_system_cannot_do_says_what_that_means(name, tmp_path, monkeypatch):
+    *part, outcome, remedy = CANNOT[name]
     monkeypatch.setattr(*part, refuse)
     checks = {check.name: check for check in check_folder(tmp_path)}
     assert checks[name].outcome == outcome

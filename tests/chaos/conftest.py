@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from chaos.scene import GLOBAL_BATCH, ROWS, SEQ_LEN, STANDARD, Life, Scene
+from chaos.scene import GLOBAL_BATCH, ROWS, SEQ_LEN, STANDARD, Life, Scene, counting_tokens
 from chaos.survival import compare
 from runs import arguments
-
-import forgekit as fk
 
 assert ROWS % GLOBAL_BATCH == 0
 
@@ -16,11 +13,8 @@ assert ROWS % GLOBAL_BATCH == 0
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory):
     """A token file in which token ``t`` stands at place ``t``, and its held-out part."""
-    path = tmp_path_factory.mktemp("data") / "tokens"
-    last = ROWS * SEQ_LEN
-    fk.write_tokens(path, [np.arange(last)], vocab_size=last + 1, eos_id=last)
-    few = [np.arange(5 * SEQ_LEN)]
-    fk.write_tokens(path / "heldout", few, vocab_size=last + 1, eos_id=last)
+    path = counting_tokens(tmp_path_factory.mktemp("data") / "tokens")
+    counting_tokens(path / "heldout", 5, end=ROWS * SEQ_LEN)
     return path
 
 

@@ -53,7 +53,6 @@ class _Now:
 
     step: int = -1
     micro_batch: int = -1
-    has_skips: bool = False
     rows: list[int] = attrs.field(factory=list)
 
 
@@ -79,22 +78,26 @@ class _Group:
             yield batch
 
 
+def _change_setup(recipe: Recipe, change: Callable[[Any], Any]) -> None:
+    """Let a recipe's ``setup`` return ``change`` of what it has built."""
+    setup = recipe.setup
+    recipe.setup = lambda config: change(setup(config))
+
+
 def _watch(recipe: Recipe, after: Callable[[_Now], object] = lambda now: None) -> _Now:
     """Follow the steps of a recipe; ``after`` is called when one has been computed."""
-    now, setup = _Now(), recipe.setup
+    now = _Now()
 
-    def watched(config: Any) -> Any:
-        built = setup(config)
-
+    def watched(built: Any) -> Any:
         def watched_step(state: Any, batches: Any) -> Any:
-            now.step, now.has_skips = state.step + 1, bool(state.skips)
+            now.step = state.step + 1
             answer = built.step(state, _Group(batches, now))
             after(now)
             return answer
 
         return attrs.evolve(built, step=watched_step)
 
-    recipe.setup = watched
+    _change_setup(recipe, watched)
     return now
 
 
@@ -138,10 +141,8 @@ def hurry(recipe: Recipe, seconds: float) -> None:
     run_directory.PAUSE_S = run_directory.STATUS_EVERY_S = seconds
 
 
-def raise_after(recipe: Recipe, step: int | list[int]) -> None:
-    """Raise an error after a step; after one of several in turn, each time torchrun starts it."""
-    if isinstance(step, list):
-        step = step[int(os.environ["TORCHELASTIC_RESTART_COUNT"]) % len(step)]
+def raise_after(recipe: Recipe, step: int) -> None:
+    """Raise an error after a step."""
 
     def fail() -> None:
         raise RuntimeError("this batch is bad")
@@ -151,15 +152,13 @@ def raise_after(recipe: Recipe, step: int | list[int]) -> None:
 
 def raise_in_set_up(recipe: Recipe, rank: int) -> None:
     """Raise an error on one rank when set-up is nearly done."""
-    setup = recipe.setup
 
-    def failing(config: Any) -> Any:
-        built = setup(config)
+    def failing(built: Any) -> Any:
         if os.environ["RANK"] == str(rank):
             raise RuntimeError("this machine has no tokenizer")
         return built
 
-    recipe.setup = failing
+    _change_setup(recipe, failing)
 
 
 def count_calls(recipe: Recipe, path: str) -> None:
@@ -243,14 +242,19 @@ def signal_after(recipe: Recipe, given: tuple[int, list[str]]) -> None:
     _after(recipe, step, send)
 
 
+def _once(name: str) -> Callable[[], object]:
+    """Return a function that sends this rank a signal when it is called first."""
+    left = [getattr(signal, name)]
+    return lambda: left and signal.raise_signal(left.pop())
+
+
 def signal_in_evaluation(recipe: Recipe, name: str) -> None:
     """Send this rank a signal in the midst of its first evaluation."""
-    loss_fn, sent = recipe.loss_fn, [False]
+    loss_fn, send = recipe.loss_fn, _once(name)
 
     def sending(model: Any, batch: Any) -> Any:
-        if not torch.is_grad_enabled() and not sent[0]:
-            sent[0] = True
-            signal.raise_signal(getattr(signal, name))
+        if not torch.is_grad_enabled():
+            send()
         return loss_fn(model, batch)
 
     recipe.loss_fn = sending
@@ -268,32 +272,17 @@ def infinite_loss(recipe: Recipe, given: tuple[int, int]) -> None:
     recipe.loss_fn = spoiled
 
 
-def nan_gradient(recipe: Recipe, steps: list[int]) -> None:
-    """Make this rank's gradient of some steps NaN, until their samples are left out.
-
-    The loss stays finite.
-    """
+def nan_gradient(recipe: Recipe, step: int) -> None:
+    """Make this rank's gradient of a step NaN; the loss stays finite."""
     now, loss_fn = _watch(recipe), recipe.loss_fn
 
     def spoiled(model: Any, batch: Any) -> fk.Loss:
         loss = loss_fn(model, batch)
-        if now.step in steps and not now.has_skips and loss.sum.requires_grad:
+        if now.step == step and loss.sum.requires_grad:
             loss.sum.register_hook(lambda gradient: gradient * float("nan"))
         return loss
 
     recipe.loss_fn = spoiled
-
-
-def leave_out(recipe: Recipe, given: tuple[int, int]) -> None:
-    """Never read some samples, from the first one on so many."""
-    setup = recipe.setup
-
-    def changed(config: Any) -> Any:
-        built = setup(config)
-        built.loader.seek(built.state.samples, skip=[tuple(given)])
-        return built
-
-    recipe.setup = changed
 
 
 def impatient(recipe: Recipe, patience_s: float) -> None:
@@ -311,12 +300,10 @@ def store(recipe: Recipe, given: Mapping[str, Any]) -> None:
         setattr(importlib.import_module(f"forgekit.run.{module}"), constant, value)
 
 
-def _before_read(recipe: Recipe, act: Callable[[], None]) -> None:
+def _before_read(recipe: Recipe, act: Callable[[], object]) -> None:
     """Do something before each read of rows."""
-    setup = recipe.setup
 
-    def watched(config: Any) -> Any:
-        built = setup(config)
+    def watched(built: Any) -> Any:
         kind = type(built.loader.dataset)
         read = kind.__getitems__
 
@@ -327,19 +314,14 @@ def _before_read(recipe: Recipe, act: Callable[[], None]) -> None:
         kind.__getitems__ = reading
         return built
 
-    recipe.setup = watched
+    _change_setup(recipe, watched)
 
 
 def signal_in_read(recipe: Recipe, given: tuple[int, str]) -> None:
     """Send this rank a signal while it reads the rows of a step, before they are there."""
-    (step, name), now, sent = given, _watch(recipe), [False]
-
-    def send() -> None:
-        if now.step == step and not sent[0]:
-            sent[0] = True
-            signal.raise_signal(getattr(signal, name))
-
-    _before_read(recipe, send)
+    (step, name), now = given, _watch(recipe)
+    send = _once(name)
+    _before_read(recipe, lambda: now.step == step and send())
 
 
 def stuck_read(recipe: Recipe, given: tuple[int, str]) -> None:

@@ -102,27 +102,6 @@ def test_one_rank_is_killed_and_the_other_ends(scene, survived, rank, status):
     survived(f"rank {rank} alone", outcome)
 
 
-MOMENTS = {
-    # The audited event of Python, a part of its paths, and which of those.
-    "while the shards of a checkpoint are written": ("open", "rank_00000.safetensors -> w", 2),
-    "before a checkpoint gets its manifest": ("os.rename", "/manifest.json ->", 2),
-    "before a checkpoint gets its name": ("os.rename", "/step_00000010 ->", 1),
-    "before `latest` is made": ("os.symlink", "step_00000010 -> ", 1),
-    "before `latest` moves": ("os.rename", "/checkpoints/latest ->", 2),
-    "before an old checkpoint is set aside for deletion": ("os.rename", "/step_00000005 ->", 2),
-    "in the midst of deleting an old checkpoint": ("os.remove", "manifest.json", 1),
-}
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("name", MOMENTS)
-def test_killed_during_a_save(scene, survived, name):
-    life = scene.live(faults={0: {"die_before": MOMENTS[name]}})
-    outcome = scene.survive(life, lost=MOST_LOST)
-    assert outcome.ended == "killed"
-    survived(name, outcome)
-
-
 @pytest.mark.chaos
 def test_killed_while_the_metrics_are_cut_back(scene, survived):
     """In a resumed run, which drops the rows after its checkpoint before it does anything."""

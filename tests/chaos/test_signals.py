@@ -27,13 +27,15 @@ LAST = AFTER + 4
 # The loop has ended and the run has stopped listening to votes, but not to signals.
 AGAIN = {"signal_before": ("os.rename", f"/step_{LAST:08d}", 1, "SIGTERM")}
 AGAIN |= {"signal_after": (LAST - 3, ["SIGTERM"])}
-EVALUATES = {"signal_in_evaluation": "SIGTERM"}
+EVALUATES, READS = {"signal_in_evaluation": "SIGTERM"}, {"signal_in_read": (AFTER, "SIGTERM")}
 CASES = {
     "SIGTERM to one rank": ({1: ONCE}, "another rank", {"steps": 18}),
     "SIGTERM to all ranks, twice": ({0: TWICE, 1: TWICE}, "SIGTERM", {}),
     # The evaluation after step 12 ends first; its numbers are those of the undisturbed run.
     "SIGTERM during an evaluation": ({1: EVALUATES}, "another rank", {"eval_every": AFTER}),
     "SIGTERM again while the last checkpoint is written": ({0: AGAIN}, "SIGTERM", {}),
+    # A read that waits goes on when the handler has run.
+    "SIGTERM while rows are read": ({1: READS}, "another rank", {"data__workers": 0}),
 }
 
 
@@ -43,15 +45,6 @@ def test_a_signal_stops_all_ranks(scene, survived, name):
     life = scene.live(faults=faults, **settings)
     assert_stopped(scene, life, reason, step=LAST if faults == {0: AGAIN} else AFTER + 3)
     survived(name, scene.survive(life, lost=0, **settings))
-
-
-@pytest.mark.chaos
-def test_a_signal_while_rows_are_read(scene, survived):
-    """A read that waits goes on when the handler has run."""
-    life = scene.live(faults={1: {"signal_in_read": (AFTER, "SIGTERM")}}, data__workers=0)
-    assert life.end() == [0, 0], life.output
-    assert status_of(scene.out)["status"] == "stopped"
-    survived("SIGTERM while rows are read", scene.survive(life, lost=0, data__workers=0))
 
 
 @pytest.mark.chaos

@@ -10,7 +10,7 @@ import pytest
 from chaos.scene import MOST_LOST, Scene, describe
 from chaos.survival import Outcome
 from runs import last_step, saved_step, status_of
-from saved import edit, flip, truncate
+from saved import flip, truncate
 
 
 @pytest.fixture(scope="module")
@@ -97,33 +97,6 @@ def test_a_damaged_checkpoint_costs_the_steps_since_the_one_before(scene, stoppe
     damage(stopped / "checkpoints" / "step_00000021" / file)
     assert scene.go_on() == 21 - lost
     survived(name, attrs.evolve(outcome, lost=lost))
-
-
-FOREIGN = {
-    "the newest checkpoint is of another model": ({"model__ffn_dim": 96}, "is of another model"),
-    "the newest checkpoint is from a newer version": ({}, "has format 4, and"),
-}
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_checkpoint_that_does_not_belong_is_refused_and_kept(scene, stopped, survived, name):
-    """Whoever asks for the right thing afterwards loses nothing."""
-    settings, message = FOREIGN[name]
-    manifest = stopped / "checkpoints" / "step_00000021" / "manifest.json"
-    right = manifest.read_text()
-    if not settings:
-        edit(manifest.parent, lambda content: content.update(format=content["format"] + 1))
-    metrics = (stopped / "metrics.jsonl").read_bytes()
-    life = scene.live(**settings)
-    codes = life.end()
-    assert message in life.output
-    assert (stopped / "metrics.jsonl").read_bytes() == metrics
-    outcome = Outcome(ended=describe(codes), status=status_of(stopped)["status"], lost=0)
-    assert (outcome.ended, outcome.status) == ("exit 2", "failed")
-    manifest.write_text(right)
-    assert scene.go_on() == 21
-    survived(name, outcome)
 
 
 def _files(folder: Path) -> dict[str, bytes]:

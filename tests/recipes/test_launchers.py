@@ -27,33 +27,36 @@ from forgekit.cli import recipes_folder
 LAUNCHERS = recipes_folder() / "launchers"
 NODES = 2
 GRACE_S = 25
+STEPS = 40
 
 
 def load(name):
     return yaml.safe_load((LAUNCHERS / f"{name}.yaml").read_text())
 
 
+def variables_of(container):
+    """Of its environment; torchrun has to end its ranks before a pod is killed."""
+    found = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert int(found["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < container.get("grace", 30)
+    return found
+
+
 def trainjob():
     """Command, variables of all nodes, and those of each; the runtime tells torchrun by PET_*."""
-    job = load("trainjob")
-    assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
-    assert job["spec"]["runtimeRef"] == {"name": "torch-distributed"}
-    trainer = job["spec"]["trainer"]
+    trainer = load("trainjob")["spec"]["trainer"]
     assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
     node = {"PET_NNODES": trainer["numNodes"], "PET_NPROC_PER_NODE": trainer["numProcPerNode"]}
     node |= {"PET_MASTER_ADDR": "forgekit-node-0-0.forgekit", "PET_MASTER_PORT": 29400}
-    node |= {variable["name"]: variable["value"] for variable in trainer["env"]}
-    assert int(node["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < 30, "what a pod has by default"
-    nodes = [node | {"PET_NODE_RANK": rank} for rank in range(NODES)]
-    return trainer["command"] + trainer["args"], nodes
+    node |= variables_of(trainer)
+    command = trainer["command"] + trainer["args"]
+    return [command] * NODES, [node | {"PET_NODE_RANK": rank} for rank in range(NODES)]
 
 
 def jobset():
     """Pods that find each other by the name of the first; Kubernetes fills in $(NAME)."""
-    job = load("jobset")
-    assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-    assert job["spec"]["failurePolicy"]["maxRestarts"] > 0
-    (replicated,) = job["spec"]["replicatedJobs"]
+    job = load("jobset")["spec"]
+    assert job["failurePolicy"]["maxRestarts"] > 0
+    (replicated,) = job["replicatedJobs"]
     batch = replicated["template"]["spec"]
     assert replicated["replicas"] == 1
     assert batch["parallelism"] == batch["completions"] == NODES
@@ -61,14 +64,11 @@ def jobset():
     pod = batch["template"]["spec"]
     assert pod["restartPolicy"] == "Never"
     (container,) = pod["containers"]
-    shared = {variable["name"]: variable["value"] for variable in container["env"]}
-    assert int(shared["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
-    words = [
-        re.sub(r"\$\((\w+)\)", lambda m: shared[m[1]], word)
-        for word in container["command"] + container["args"]
-    ]
+    shared = variables_of(container | {"grace": pod["terminationGracePeriodSeconds"]})
+    command = container["command"] + container["args"]
+    words = [re.sub(r"\$\((\w+)\)", lambda m: shared[m[1]], word) for word in command]
     assert f"--nproc-per-node={container['resources']['limits']['nvidia.com/gpu']}" in words
-    return words, [shared | {"JOB_COMPLETION_INDEX": rank} for rank in range(NODES)]
+    return [words] * NODES, [shared | {"JOB_COMPLETION_INDEX": rank} for rank in range(NODES)]
 
 
 def skypilot():
@@ -82,17 +82,11 @@ def skypilot():
         "SKYPILOT_NUM_GPUS_PER_NODE": task["resources"]["accelerators"].partition(":")[2],
     }
     nodes = [sky | {"SKYPILOT_NODE_RANK": rank} for rank in range(NODES)]
-    script = task["run"].replace("exec torchrun", "printf '%s\\n' torchrun")
-    commands = [
-        subprocess.run(
-            ["bash", "-euc", script],
-            env={"PATH": os.environ["PATH"]} | {name: str(n) for name, n in node.items()},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.splitlines()
-        for node in nodes
-    ]
+    script = ["bash", "-euc", task["run"].replace("exec torchrun", "printf '%s\\n' torchrun")]
+    commands = []
+    for node in nodes:
+        given = {"PATH": os.environ["PATH"]} | {name: str(value) for name, value in node.items()}
+        commands.append(subprocess.check_output(script, env=given, text=True).splitlines())
     return commands, nodes
 
 
@@ -118,71 +112,47 @@ def check_torchrun(command, node, number):
     assert given.training_script_args == ["out=s3://bucket/runs/a", "data.path=s3://bucket/tokens"]
 
 
-def codes_of(job):
-    """Exit codes of the ranks, once nothing is left of them."""
-    job.end()
-    return [rank.wait() for rank in job.ranks]
-
-
-def check_finished(out, stopped_at, steps):
-    """Each step once, in two starts, of which the second goes on where the first has saved."""
-    assert [row["step"] for row in rows_of(out)] == [*range(1, steps + 1)]
+def check_stop(start, out, ask, reason):
+    """Asked to stop, a run saves in time; the same command goes on there, each step once."""
+    with start() as job:
+        job.wait_for(lambda: last_step(out) >= 3, "step 3")
+        assert (status_of(out)["status"], status_of(out)["total"]) == ("running", STEPS)
+        ask(job)
+        began = time.monotonic()
+        assert job.codes() == [0, 0], job.output
+        assert time.monotonic() - began < GRACE_S
+    stopped = status_of(out)
+    assert (stopped["status"], stopped["reason"]) == ("stopped", reason)
+    assert 3 <= stopped["step"] == saved_step(out) == last_step(out) < STEPS
+    with start() as job:
+        assert job.codes() == [0, 0], job.output
+    assert [row["step"] for row in rows_of(out)] == [*range(1, STEPS + 1)]
     history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
-    assert [(one["event"], one["step"]) for one in history] == [
-        ("started", 0),
-        ("stopped", stopped_at),
-        ("started", stopped_at),
-        ("finished", steps),
-    ]
+    started = [one["step"] for one in history if one["event"] == "started"]
+    assert started == [0, stopped["step"]]
     said = status_of(out)
-    assert (said["status"], said["step"], said["total"]) == ("finished", steps, steps)
+    assert (said["status"], said["step"], said["total"]) == ("finished", STEPS, STEPS)
 
 
 @pytest.mark.parametrize("name", READ)
 def test_a_launcher_starts_the_recipe_on_each_node(name):
     commands, nodes = READ[name]()
-    commands = commands if name == "skypilot" else [commands] * NODES
     for number, (command, node) in enumerate(zip(commands, nodes, strict=True)):
         check_torchrun(command, node, number)
 
 
-@pytest.fixture
-def settings(tmp_path, tokens):
-    """Arguments of a short run into ``run``."""
-    return arguments(out=tmp_path / "run", data__path=tokens, steps=20, save_every=0)
-
-
-def test_a_launcher_stops_a_run_in_time_and_the_same_command_goes_on(tmp_path, plain, settings):
+def test_a_launcher_stops_a_run_in_time_and_the_same_command_goes_on(tmp_path, plain, tokens):
     """A node that is drained gets SIGTERM, and SIGKILL after its grace."""
     _, nodes = jobset()
     out, variables = tmp_path / "run", {key: str(value) for key, value in nodes[0].items()}
-    started = partial(launch, plain, settings, ranks=NODES, variables=variables)
-    with started(log=tmp_path / "log") as job:
-        job.wait_for(lambda: last_step(out) >= 3, "step 3")
-        assert (status_of(out)["status"], status_of(out)["total"]) == ("running", 20)
+    settings = arguments(out=out, data__path=tokens, steps=STEPS, save_every=0)
+    options = {"ranks": NODES, "variables": variables, "log": tmp_path / "log"}
+
+    def drain(job):
         for rank in job.ranks:
             rank.send_signal(signal.SIGTERM)
-        began = time.monotonic()
-        assert codes_of(job) == [0, 0], job.output
-        assert time.monotonic() - began < GRACE_S
-    stopped = status_of(out)
-    assert (stopped["status"], stopped["reason"]) == ("stopped", "SIGTERM")
-    assert 3 <= stopped["step"] == saved_step(out) == last_step(out) < 20
-    with started(log=tmp_path / "log") as job:
-        assert job.end() == 0, job.output
-    check_finished(out, stopped["step"], 20)
 
-
-def test_exit_codes_tell_a_mistake_from_a_failure(tmp_path, plain, settings):
-    """2 is what no restart mends; 1 may be a lost node, and the same command goes on."""
-    for changed, code, message in (
-        ("data.path=/nowhere", 2, "/nowhere"),
-        ("optim.lr=1e38", 1, "bad step"),
-    ):
-        log = tmp_path / f"log{code}"
-        with launch(plain, [*settings, changed], log=log, ranks=NODES) as job:
-            assert codes_of(job) == [code] * NODES, job.output
-            assert message in job.output
+    check_stop(partial(launch, plain, settings, **options), out, drain, "SIGTERM")
 
 
 RAY_WORKER = """
@@ -213,36 +183,22 @@ sys.exit(len(ended))
 """
 
 
-def in_ray(folder, recipe, settings):
-    """Two workers, as Ray starts them."""
-    worker = folder / "worker.py"
-    worker.write_text(RAY_WORKER.format(launchers=str(LAUNCHERS)))
-    words = [str(recipe), *settings]
-    return launch(worker, words, log=folder / "log", ranks=2, cwd=folder)
-
-
 def test_in_a_worker_of_ray_its_group_is_used_and_its_deadline_heard(tmp_path, tokens, plain):
     """No handler of signals in a thread; ``also`` is what tells of the end, to every rank."""
-    recipe = tmp_path / "pretrain.py"
-    text = plain.read_text()
-    edited = 'fk.StopSignal(also=lambda: Path("deadline").exists() and "deadline")'
+    recipe, worker, out = (tmp_path / name for name in ("pretrain.py", "worker.py", "run"))
+    text, deadline = plain.read_text(), tmp_path / "deadline"
+    edited = f'fk.StopSignal(also=lambda: Path("{deadline}").exists() and "deadline")'
     assert text.count("fk.StopSignal()") == 1
     recipe.write_text(text.replace("fk.StopSignal()", edited))
-    out, steps = tmp_path / "run", 40
-    settings = arguments(out=out, data__path=tokens, steps=steps, save_every=0, data__workers=0)
+    worker.write_text(RAY_WORKER.format(launchers=str(LAUNCHERS)))
+    settings = arguments(out=out, data__path=tokens, steps=STEPS, save_every=0, data__workers=0)
 
-    with in_ray(tmp_path, recipe, settings) as job:
-        job.wait_for(lambda: last_step(out) >= 3, "step 3")
-        (tmp_path / "deadline").touch()
-        assert codes_of(job) == [0, 0], job.output
-        assert job.output.count("a group of 2 and no error") == 2
-    stopped = status_of(out)
-    assert (stopped["status"], stopped["reason"]) == ("stopped", "deadline")
-    assert stopped["step"] == saved_step(out) == last_step(out)
-    (tmp_path / "deadline").unlink()
-    with in_ray(tmp_path, recipe, settings) as job:
-        assert codes_of(job) == [0, 0], job.output
-    check_finished(out, stopped["step"], steps)
-    with in_ray(tmp_path, recipe, [*settings, "optim.lr=fast"]) as job:
-        assert codes_of(job) == [1, 1], "Ray would take SystemExit for a success"
+    def start(*more):
+        deadline.unlink(missing_ok=True)
+        return launch(worker, [str(recipe), *settings, *more], log=tmp_path / "log", ranks=2)
+
+    check_stop(start, out, lambda job: deadline.touch(), "deadline")
+    assert (tmp_path / "log").read_text().count("a group of 2 and no error") == 2
+    with start("optim.lr=fast") as job:
+        assert job.codes() == [1, 1], "Ray would take SystemExit for a success"
         assert re.search(r"and .*pretrain.py ended with code 2; see status.json", job.output)

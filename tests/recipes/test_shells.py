@@ -8,7 +8,7 @@ import time
 
 import pytest
 from pool import open_shell
-from runs import TINY, assert_same_run, last_step, saved_step, status_of
+from runs import arguments, last_step, rows_of, saved_step, status_of
 
 STEPS = 10
 
@@ -19,44 +19,30 @@ def shell():
         yield opened
 
 
-def command_line(recipe, tokens, out):
-    given = TINY | {"out": out, "data.path": tokens, "steps": STEPS}
-    return f"recipe {recipe} " + " ".join(f"{name}={value}" for name, value in given.items())
-
-
 @pytest.fixture
 def command(plain, tokens, tmp_path):
     """The command line of a small run into ``run``."""
-    return command_line(plain, tokens, tmp_path / "run")
+    given = arguments(out=tmp_path / "run", data__path=tokens, steps=STEPS)
+    return f"recipe {plain} {' '.join(given)}"
 
 
-@pytest.fixture(scope="module")
-def undisturbed(plain, tokens, tmp_path_factory):
-    """The directory of a run that nobody disturbs."""
-    out = tmp_path_factory.mktemp("undisturbed") / "run"
-    with open_shell() as shell:
-        code, output = shell.run(command_line(plain, tokens, out))
-    assert code == 0, output
-    assert f"step {STEPS}/{STEPS}" in output
-    assert f"\nstep {STEPS}\n" in output
-    return out
-
-
-FORMS = "2>&1 | head -n 1; exit ${PIPESTATUS[0]}", "<&- >&- 2>&-"
+FORMS = "2>&1", "2>&1 | head -n 1; exit ${PIPESTATUS[0]}", "<&- >&- 2>&-"
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_run_ends_as_if_its_display_were_there(form, shell, command, undisturbed, tmp_path):
+def test_a_run_ends_as_if_its_display_were_there(form, shell, command, tmp_path):
     code, output = shell.run(f"{command} {form}", cwd=tmp_path)
     assert code == 0, output
+    assert [text in output for text in ("step 10/10  ", "\nstep 10\n")] == [form == "2>&1"] * 2
     assert status_of(tmp_path / "run")["status"] == "finished"
-    assert_same_run(tmp_path / "run", undisturbed)
+    assert [row["step"] for row in rows_of(tmp_path / "run")] == [*range(1, STEPS + 1)]
+    assert saved_step(tmp_path / "run") == STEPS
 
 
-def wait_for_step(step, out):
+def wait_until(condition):
     deadline = time.monotonic() + 60
-    while last_step(out) < step:
-        assert time.monotonic() < deadline, "no step"
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
@@ -71,17 +57,15 @@ def test_a_signal_to_the_whole_line_stops_the_run_with_its_checkpoint(
     form, shell, command, tmp_path
 ):
     """The other end of a pipe dies of the signal; what the run still says has no reader."""
-    line, number = LINES[form]
+    (line, number), out = LINES[form], tmp_path / "run"
     process = shell.start(line.format(run=command + " steps=100000"), cwd=tmp_path)
-    wait_for_step(3, tmp_path / "run")
+    wait_until(lambda: last_step(out) >= 3)
     os.killpg(process.pid, number)
     process.communicate(timeout=60)
-    deadline = time.monotonic() + 60
-    while status_of(tmp_path / "run")["status"] == "running" and time.monotonic() < deadline:
-        time.sleep(0.005)
-    found = status_of(tmp_path / "run")
+    wait_until(lambda: status_of(out)["status"] != "running")
+    found = status_of(out)
     assert (found["status"], found["reason"]) == ("stopped", number.name)
-    assert 3 < saved_step(tmp_path / "run") == last_step(tmp_path / "run") == found["step"]
+    assert 3 < saved_step(out) == last_step(out) == found["step"]
 
 
 def test_a_refusal_keeps_its_exit_code_where_nobody_reads_it(shell, command, tmp_path):

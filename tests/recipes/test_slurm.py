@@ -7,16 +7,14 @@ real one where its numbers count, else a program that ends as the test says.
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import socket
 import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from runs import Job, arguments, last_step, rows_of, saved_step, status_of
+from runs import Job, arguments, free_port, last_step, rows_of, saved_step, status_of
 
 from forgekit.cli import recipes_folder
 from forgekit.run.status import STATUSES, write_status
@@ -71,9 +69,9 @@ class Cluster:
         self.slurm.mkdir()
 
     @contextmanager
-    def submit(self, *options, recipe, given=()):
-        """Submit a job; nothing of it survives the block."""
-        log = self._folder / "log"
+    def submit(self, *options, recipe=None, given=()):
+        """Submit a job, by default of the program; nothing of it survives the block."""
+        log, recipe = self._folder / "log", recipe or self._folder / "program.py"
         command = ["sbatch", "--wait", f"--output={log}", *options]
         command += [SCRIPT, recipe, self.out, *given]
         job = Job([str(word) for word in command], log=log, cwd=self._folder)
@@ -108,15 +106,17 @@ def write_program(path, text):
 
 def free_job_id():
     """A job number whose port nobody has."""
-    while True:
-        number = random.randrange(20_000)
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", 20_000 + number)):
-                return number
+    while (port := int(free_port())) >= 40_000:
+        continue
+    return port - 20_000
 
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
+    """Commands, a program in a recipe's place, and what the library writes into a status file."""
+    for status in STATUSES:
+        write_status(tmp_path / status, status, attempt=0)
+    (tmp_path / "program.py").write_text(PROGRAM)
     commands = tmp_path / "bin"
     commands.mkdir()
     for path in (Path(__file__).parent / "fake_slurm").glob("s*.py"):
@@ -127,16 +127,6 @@ def cluster(tmp_path, monkeypatch):
     monkeypatch.setenv("FAKE_SLURM", str(cluster.slurm))
     monkeypatch.setenv("FAKE_SLURM_JOB_ID", str(free_job_id()))
     return cluster
-
-
-@pytest.fixture
-def program(tmp_path):
-    """A program in a recipe's place, and beside it what the library writes into a status file."""
-    for status in STATUSES:
-        write_status(tmp_path / status, status, attempt=0)
-    path = tmp_path / "program.py"
-    path.write_text(PROGRAM)
-    return path
 
 
 TWO, LATE = "--ntasks-per-node=2", "time_is_nearly_up"
@@ -163,7 +153,8 @@ def test_a_run_under_torchrun_on_two_nodes_is_stopped_requeued_and_finished(clus
 
 
 SEEN = {LATE: "signalled USR1", "node_fails": "node_fails"}
-AGAIN = ["requeue", "started 1", "signalled USR1"]
+AGAIN, THIRD = (["requeue", f"started {n}", "signalled USR1"] for n in (1, 2))
+FAILS = ["started 1", "node_fails", "started 2", "node_fails", "started 3"]
 CASES = {
     "finished": ("ends=finished", [], ["completed"]),
     "failed": ("ends=failed", [], ["failed"]),
@@ -172,27 +163,19 @@ CASES = {
     "failed after the signal": ("ends=failed", [LATE], ["failed"]),
     "stopped, then finished": ("ends=stopped,finished", [LATE] * 2, [*AGAIN, "completed"]),
     "stopped, and may not be requeued": ("ends=stopped", [LATE], ["failed"], "--no-requeue"),
-    "stopped too often": (
-        "ends=stopped",
-        [LATE] * 3,
-        [*AGAIN, "requeue", "started 2", "signalled USR1", "failed"],
-    ),
-    "a node failed too often": (
-        "ends=stopped",
-        ["node_fails"] * 3,
-        ["started 1", "node_fails", "started 2", "node_fails", "started 3", "failed"],
-    ),
+    "stopped too often": ("ends=stopped", [LATE] * 3, [*AGAIN, *THIRD, "failed"]),
+    "a node failed too often": ("ends=stopped", ["node_fails"] * 3, [*FAILS, "failed"]),
 }
 """How a job's attempts end, what happens to each, what is seen after that; options of the job."""
 
 
 @pytest.mark.parametrize("how", CASES)
-def test_only_a_run_that_stopped_at_the_signal_is_requeued(how, cluster, program, monkeypatch):
+def test_only_a_run_that_stopped_at_the_signal_is_requeued(how, cluster, monkeypatch):
     """Or one whose node failed, and no more often than is allowed."""
     monkeypatch.setenv("MAX_RESTARTS", "2")
     ends, happens, expected, *options = CASES[how]
     given = [ends, "wait=yes" if happens else "wait="]
-    with cluster.submit(TWO, *options, recipe=program, given=given) as job:
+    with cluster.submit(TWO, *options, given=given) as job:
         for attempt, what in enumerate(happens):
             cluster.wait(job, attempt)
             cluster.ask(what)
@@ -202,11 +185,11 @@ def test_only_a_run_that_stopped_at_the_signal_is_requeued(how, cluster, program
     assert ("MAX_RESTARTS is 2" in job.output) == ("too often" in how)
 
 
-def test_an_old_word_in_the_run_directory_does_not_count(cluster, program):
+def test_an_old_word_in_the_run_directory_does_not_count(cluster, tmp_path):
     """A run that cannot even start leaves ``status.json`` as the one before it wrote it."""
-    shutil.copy(program.parent / "stopped" / "status.json", cluster.out)
-    program.write_text(PROGRAM.replace('say("running")', "pass"))
-    with cluster.submit(TWO, recipe=program, given=["ends=silent", "wait=yes"]) as job:
+    shutil.copy(tmp_path / "stopped" / "status.json", cluster.out)
+    (tmp_path / "program.py").write_text(PROGRAM.replace('say("running")', "pass"))
+    with cluster.submit(TWO, given=["ends=silent", "wait=yes"]) as job:
         cluster.wait(job)
         cluster.ask(LATE)
         job.end()
@@ -214,8 +197,8 @@ def test_an_old_word_in_the_run_directory_does_not_count(cluster, program):
     assert "status.json says nothing" in job.output
 
 
-def test_a_second_signal_does_not_reach_the_tasks(cluster, program):
-    with cluster.submit(TWO, recipe=program, given=["ends=stopped", "wait=twice"]) as job:
+def test_a_second_signal_does_not_reach_the_tasks(cluster):
+    with cluster.submit(TWO, given=["ends=stopped", "wait=twice"]) as job:
         for count, stage in enumerate(("waits", "heard"), start=1):
             cluster.wait(job, stage=stage)
             cluster.ask(LATE)
@@ -225,9 +208,9 @@ def test_a_second_signal_does_not_reach_the_tasks(cluster, program):
     assert cluster.events[:4] == ["started 0", *2 * ["signalled USR1"], "requeue"]
 
 
-def test_a_cancelled_run_may_save_first(cluster, program):
+def test_a_cancelled_run_may_save_first(cluster):
     """What is left of a job is killed when its batch shell ends, so that has to stay."""
-    with cluster.submit(TWO, recipe=program, given=["ends=stopped", "wait=twice"]) as job:
+    with cluster.submit(TWO, given=["ends=stopped", "wait=twice"]) as job:
         cluster.wait(job)
         subprocess.run(["scancel", os.environ["FAKE_SLURM_JOB_ID"]], check=True)
         cluster.wait_for(job, "cancelled")
@@ -237,37 +220,36 @@ def test_a_cancelled_run_may_save_first(cluster, program):
     assert status_of(cluster.out)["status"] == "stopped"
 
 
-def test_a_node_that_is_done_first_does_not_end_the_save_of_another(cluster, program, tmp_path):
-    """It returns 1, as torchrun does after each stop, while the first node still writes."""
-    write_program(
-        tmp_path / "bin" / "torchrun",
-        f"""#!{sys.executable}
+TORCHRUN = """
 import os, signal, sys, time
 from pathlib import Path
 
-out, texts = Path({str(cluster.out)!r}), Path({str(program.parent)!r})
-node = os.environ["SLURM_NODEID"]
+out, node = Path({0!r}), os.environ["SLURM_NODEID"]
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 (out / f"waits_0_{{node}}").touch()
 signal.sigwait([signal.SIGUSR1])
 if node == "0":
     while len(list((Path(os.environ["FAKE_SLURM"]) / "tasks").iterdir())) > 1:
         time.sleep(0.005)
-    (out / "status.json").write_text((texts / "stopped" / "status.json").read_text())
+    (out / "status.json").write_text(Path({1!r}).read_text())
 sys.exit(1)
-""",
-    )
-    with cluster.submit("--nodes=2", recipe=program) as job:
+"""
+
+
+def test_a_node_that_is_done_first_does_not_end_the_save_of_another(cluster, tmp_path):
+    """It returns 1, as torchrun does after each stop, while the first node still writes."""
+    torchrun = TORCHRUN.format(str(cluster.out), str(tmp_path / "stopped" / "status.json"))
+    write_program(tmp_path / "bin" / "torchrun", f"#!{sys.executable}\n{torchrun}")
+    with cluster.submit("--nodes=2") as job:
         cluster.wait(job)
         cluster.ask(LATE)
         cluster.wait_for(job, "started 1")
 
 
-def test_a_task_that_fails_ends_the_others(cluster, program):
-    program.write_text(
-        "import os, time\nif os.environ['SLURM_PROCID'] == '0': time.sleep(600)\n1/0"
-    )
-    with cluster.submit(TWO, recipe=program) as job:
+def test_a_task_that_fails_ends_the_others(cluster, tmp_path):
+    text = "import os, time\nif os.environ['SLURM_PROCID'] == '0': time.sleep(600)\n1/0"
+    (tmp_path / "program.py").write_text(text)
+    with cluster.submit(TWO) as job:
         job.end()
     assert cluster.events == ["started 0", "failed"]
 

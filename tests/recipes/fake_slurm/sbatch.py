@@ -9,7 +9,6 @@ What it did stands in ``events`` there, a line each.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shlex
@@ -18,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 POLL_S = 0.01
@@ -29,9 +29,7 @@ def main() -> int:
     script = Path(parser().parse_args().script)
     own = [word for line in directives(script) for word in shlex.split(line)]
     options = parser().parse_args([*own, *sys.argv[1:]])
-    HERE.joinpath("job.json").write_text(json.dumps({"requeue": options.requeue}))
-    sys.stdout.write(f"Submitted batch job {os.environ['FAKE_SLURM_JOB_ID']}\n")
-    sys.stdout.flush()
+    print(f"Submitted batch job {job_id()}", flush=True)  # noqa: T201
     return control(options)
 
 
@@ -39,14 +37,11 @@ def parser() -> argparse.ArgumentParser:
     """Options by their long names; others are refused, as the real one does."""
     parser = argparse.ArgumentParser(prog="sbatch", allow_abbrev=False)
     parser.add_argument("--wait", action="store_true", required=True)
-    parser.add_argument("--job-name", default="job")
-    parser.add_argument("--output", default="slurm-%j.out")
+    for name in ("job-name", "output", "time"):
+        parser.add_argument(f"--{name}")
+    for name in ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task"):
+        parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--open-mode", choices=["append", "truncate"], default="truncate")
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--ntasks-per-node", type=int)
-    parser.add_argument("--gpus-per-node", type=int)
-    parser.add_argument("--cpus-per-task", type=int)
-    parser.add_argument("--time")
     parser.add_argument("--signal", type=re.compile(r"(B:)?([A-Z0-9]+)@(\d+)").fullmatch)
     parser.add_argument("--requeue", action=argparse.BooleanOptionalAction, default=False)
     parser.add_argument("script", nargs="?", default="")
@@ -70,19 +65,16 @@ def control(options: argparse.Namespace) -> int:
     spool = HERE / "slurm_script"
     spool.write_bytes(Path(options.script).read_bytes())
     spool.chmod(0o700)
+    log = options.output.replace("%x", options.job_name).replace("%j", job_id())
     restarts, is_over = 0, False
     while not is_over:
-        log = options.output.replace("%x", options.job_name).replace("%j", job_id())
         with open(log, "ab" if options.open_mode == "append" else "wb") as stream:
-            shell = subprocess.Popen(
-                [spool, *options.arguments],
-                env=environment(options, restarts),
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-            )
+            to = {"stdout": stream, "stderr": subprocess.STDOUT}
+            given = environment(options, restarts)
+            shell = subprocess.Popen([spool, *options.arguments], env=given, **to)
         note(f"started {restarts}")
         is_over = not watch(shell, options)
-        kill_all()
+        kill_all(f"SLURM_JOB_ID={job_id()}")
         restarts += 1
     note("failed" if shell.returncode else "completed")
     return int(shell.returncode != 0)
@@ -95,21 +87,13 @@ def job_id() -> str:
 
 def environment(options: argparse.Namespace, restarts: int) -> dict[str, str]:
     """Variables of the batch script; the first task's are among them, as in a real one."""
-    tasks = (options.ntasks_per_node or 1) * options.nodes
-    given = {
-        "SLURM_JOB_ID": job_id(),
-        "SLURM_JOB_NODELIST": f"127.0.0.[1-{options.nodes}]",
-        "SLURM_JOB_NUM_NODES": options.nodes,
-        "SLURM_NTASKS": tasks,
-        "SLURM_NTASKS_PER_NODE": options.ntasks_per_node,
-        "SLURM_GPUS_ON_NODE": options.gpus_per_node,
-        "SLURM_CPUS_PER_TASK": options.cpus_per_task,
-        "SLURM_RESTART_COUNT": restarts or None,
-        "SLURM_PROCID": 0,
-        "SLURM_LOCALID": 0,
-        "SLURM_NODEID": 0,
-    }
-    return os.environ | {name: str(value) for name, value in given.items() if value is not None}
+    nodes, here = options.nodes, options.ntasks_per_node
+    given = {"JOB_ID": job_id(), "JOB_NODELIST": f"127.0.0.[1-{nodes}]", "JOB_NUM_NODES": nodes}
+    given |= {"NTASKS": (here or 1) * nodes, "NTASKS_PER_NODE": here}
+    given |= {"GPUS_ON_NODE": options.gpus_per_node, "CPUS_PER_TASK": options.cpus_per_task}
+    given |= {"RESTART_COUNT": restarts or None, "PROCID": 0, "LOCALID": 0, "NODEID": 0}
+    given = {f"SLURM_{name}": str(value) for name, value in given.items() if value is not None}
+    return os.environ | given | {"FAKE_SLURM_REQUEUE": str(options.requeue)}
 
 
 def watch(shell: subprocess.Popen[bytes], options: argparse.Namespace) -> bool:
@@ -119,7 +103,7 @@ def watch(shell: subprocess.Popen[bytes], options: argparse.Namespace) -> bool:
         for why in ("requeue", "node_fails"):
             if asked(why):
                 note(why)
-                kill_all()
+                kill_all(f"SLURM_JOB_ID={job_id()}")
                 shell.wait()
                 return options.requeue
         if is_over:
@@ -139,11 +123,10 @@ def watch(shell: subprocess.Popen[bytes], options: argparse.Namespace) -> bool:
 
 def asked(what: str) -> bool:
     """Whether a file of this name is there; it is gone then."""
-    try:
+    with suppress(FileNotFoundError):
         HERE.joinpath(what).unlink()
-    except FileNotFoundError:
-        return False
-    return True
+        return True
+    return False
 
 
 def note(event: str) -> None:
@@ -159,24 +142,16 @@ def send(number: signal.Signals, shell: subprocess.Popen[bytes] | None) -> None:
         os.kill(pid, number)
 
 
-def kill_all() -> None:
-    """Leave no process of the job."""
-    mark = f"SLURM_JOB_ID={job_id()}\0".encode()
-    while members := [pid for pid, content in environments() if b"\0" + mark in content]:
-        for pid in members:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-
-
-def environments() -> Iterator[tuple[int, bytes]]:
-    """What /proc says of the variables of each process."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            yield int(folder.name), b"\0" + (folder / "environ").read_bytes()
-        except OSError:
-            continue
+def kill_all(variable: str) -> None:
+    """Leave no process that has inherited a variable, as /proc says."""
+    mark, found = f"\0{variable}\0".encode(), True
+    while found:
+        found = False
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it has ended
+                if mark in b"\0" + (folder / "environ").read_bytes():
+                    found = True
+                    os.kill(int(folder.name), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import re
 import sys
 
@@ -15,7 +15,7 @@ def main() -> int:
     if (command, rest[0]) == ("show", "hostnames"):
         return show_hostnames(rest[1])
     assert (command, rest) == ("requeue", [sbatch.job_id()])
-    if not json.loads((sbatch.HERE / "job.json").read_text())["requeue"]:
+    if os.environ["FAKE_SLURM_REQUEUE"] != "True":
         sys.stderr.write("Requested operation is presently disabled for job\n")
         return 1
     (sbatch.HERE / "requeue").touch()
@@ -24,10 +24,9 @@ def main() -> int:
 
 def show_hostnames(nodes: str) -> int:
     """Write one node per line."""
-    match = re.fullmatch(r"(.+)\[(\d+)-(\d+)\]", nodes)
-    assert match is not None
-    for number in range(int(match[2]), int(match[3]) + 1):
-        sys.stdout.write(f"{match[1]}{number}\n")
+    ((name, first, last),) = re.findall(r"(.+)\[(\d+)-(\d+)\]", nodes)
+    for number in range(int(first), int(last) + 1):
+        print(f"{name}{number}")  # noqa: T201
     return 0
 
 

@@ -41,19 +41,17 @@ def main() -> int:
         if tasks[pid] and options.kill_on_bad_exit:
             forward(signal.SIGKILL, tasks)
         (sbatch.HERE / "tasks" / str(pid)).unlink()
-    for pid in left_behind():
-        os.kill(pid, signal.SIGKILL)
+    sbatch.kill_all(f"FAKE_SLURM_STEP={os.getpid()}")
     return max(128 - code if code < 0 else code for code in tasks.values() if code is not None)
 
 
 def start(command: list[str], rank: int) -> int:
     """Start a task on its node."""
     here = int(os.environ["SLURM_NTASKS_PER_NODE"])
-    own = {"PROCID": rank, "NODEID": rank // here, "LOCALID": rank % here}
+    own = {"PROCID": rank, "NODEID": rank // here, "LOCALID": rank % here, "STEP_ID": 0}
     variables = {f"SLURM_{name}": str(value) for name, value in own.items()}
-    variables["SLURM_STEP_ID"] = "0"
-    variables["FAKE_SLURM_STEP"] = str(os.getpid())
-    process = subprocess.Popen(command, env=os.environ | variables, start_new_session=True)
+    variables = os.environ | variables | {"FAKE_SLURM_STEP": str(os.getpid())}
+    process = subprocess.Popen(command, env=variables, start_new_session=True)
     (sbatch.HERE / "tasks").mkdir(exist_ok=True)
     (sbatch.HERE / "tasks" / str(process.pid)).touch()
     process.returncode = 0  # waited for above
@@ -66,12 +64,6 @@ def forward(number: int, tasks: dict[int, int | None]) -> None:
         if code is None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
-
-
-def left_behind() -> list[int]:
-    """Processes of this step that are still there."""
-    mark = f"\0FAKE_SLURM_STEP={os.getpid()}\0".encode()
-    return [pid for pid, content in sbatch.environments() if mark in content]
 
 
 if __name__ == "__main__":
