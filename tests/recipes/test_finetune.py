@@ -11,14 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from pool import run_ranks
-from runs import (
-    results,
-    rows_of,
-    run_here,
-    saved_step,
-    status_of,
-    tensors_of,
-)
+from runs import results, rows_of, run_here, saved_step, status_of, tensors_of
 
 import forgekit as fk
 from forgekit.cli import main, recipes_folder
@@ -27,37 +20,22 @@ README = Path(__file__).parents[2] / "README.md"
 CHATS, PAIRS = (recipes_folder() / "examples" / f"{n}.jsonl" for n in ("chats", "preferences"))
 SMALL = {"dim": 16, "layers": 2, "heads": 2, "kv_heads": 2, "ffn_dim": 32, "vocab_size": 300}
 RECIPES = {"finetune": CHATS, "dpo": PAIRS}
-LORA = {"lora.rank": 2, "lora.alpha": 8.0, "lora.dropout": 0.2}
+LORA = {"lora.rank": 2, "lora.alpha": 8.0}
 
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     path = tmp_path_factory.mktemp("base") / "tiny"
-    run_here(
-        "tiny_llama",
-        [f"out={path}", f"texts={CHATS}", *(f"model.{k}={v}" for k, v in SMALL.items())],
-    )
+    sizes = [f"model.{name}={size}" for name, size in SMALL.items()]
+    run_here("tiny_llama", [f"out={path}", f"texts={CHATS}", *sizes])
     return path
 
 
 def command_line(recipe, base, out, /, **settings):
-    rate = "optim.lr" if recipe == "finetune" else "lr"
-    given = {
-        "base": base,
-        "out": out,
-        "data.path": RECIPES[recipe],
-        "device": "cpu",
-        "steps": 6,
-        "seq_len": 256,
-        "global_batch_size": 4,
-        "batch_size": 2,
-        "log_every": 1,
-        rate: 1e-2,
-        "save_every": 2,
-        "eval_every": 3,
-        **{name.replace("__", "."): value for name, value in settings.items()},
-    }
-    return [f"{name}={value}" for name, value in given.items()]
+    given = {"base": base, "out": out, "data.path": RECIPES[recipe], "device": "cpu", "steps": 6}
+    given |= {"seq_len": 256, "global_batch_size": 4, "batch_size": 2, "log_every": 1}
+    given |= {"save_every": 2, "eval_every": 3, "optim.lr" if recipe == "finetune" else "lr": 1e-2}
+    return [f"{name}={value}" for name, value in (given | settings).items()]
 
 
 @pytest.mark.oracle
@@ -94,7 +72,8 @@ def test_an_export_is_the_model_with_its_adapters_and_peft_reads_them_apart(base
     import transformers
 
     out, tuned = tmp_path / "run", tmp_path / "tuned"
-    run_here("finetune", command_line("finetune", base, out, export=tuned, steps=2, **LORA))
+    settings = {"export": tuned, "steps": 2, "lora.dropout": 0.2, **LORA}
+    run_here("finetune", command_line("finetune", base, out, **settings))
     model = fk.Transformer(fk.huggingface_spec(base))
     fk.add_lora(model, rank=2, alpha=8.0, targets=("*.query", "*.value"))
     state = fk.TrainState.create(model, fk.adamw(model))
@@ -112,9 +91,8 @@ def test_an_export_is_the_model_with_its_adapters_and_peft_reads_them_apart(base
         torch.testing.assert_close(theirs(ids).logits, wanted, rtol=0, atol=1e-5)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tuned)
     assert tokenizer.chat_template == transformers.AutoTokenizer.from_pretrained(base).chat_template
-    assert json.loads((out / "adapter" / "adapter_config.json").read_text())[
-        "base_model_name_or_path"
-    ] == str(base)
+    config = json.loads((out / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
 
 
 def test_weights_are_exported_in_the_dtype_of_the_base(base, tmp_path):
@@ -134,30 +112,18 @@ def test_weights_are_exported_in_the_dtype_of_the_base(base, tmp_path):
 REFUSED = {
     "no data": ({"data.path": "nowhere.jsonl"}, "error: nowhere.jsonl does not exist; name a"),
     "an export that is there": ({"export": "there"}, "error: export is there, which exists"),
-    "an export below a file": (
-        {"export": "bare/config.json/tuned"},
-        "error: .*Not a directory.*bare/config",
-    ),
-    "no room for an export": (
-        {"base": "vast", "export": "tuned"},
-        r"error: export is tuned: .* 32,768\.0 GiB, .* has [\d.,]+ GiB free",
-    ),
+    "below a file": ({"export": "bare/config.json/new"}, "error: .*Not a directory.*bare/config"),
+    "no room": ({"base": "vast", "export": "new"}, r"error: .* 32,768\.0 GiB, .* [\d.]+ GiB free"),
     "a run where a model is": ({"out": "bare"}, "error: bare contains a model, .* overwritten"),
     "a long conversation": ({"seq_len": 16}, "error: .* tokens; a row has 16 positions. Pass long"),
     "rows beyond the model": ({"seq_len": 257}, "error: seq_len 257 of the data is above max_seq"),
-    "no such option": (
-        {"data.template": '{"x": false}'},
-        'error: the chat template does not read "x"',
-    ),
+    "no such option": ({"data.template": '{"x": 0}'}, 'error: the chat template does not read "x"'),
     "four bits without adapters": ({"lora.base": "nf4"}, "error: 'rank' must be >= 1: 0"),
     "a base without a tokenizer": ({"base": "bare"}, "error: bare has no tokenizer that transf"),
 }
 NO_ADAPTERS = "error: Transformer has no adapters, .* reference=model"
-OF_DPO = {
-    "no adapters to switch off": ({"lora.rank": 0}, NO_ADAPTERS),
-    **{name: REFUSED[name] for name in ("no such option", "an export that is there")},
-    "rows beyond the model": REFUSED["rows beyond the model"],
-}
+OF_DPO = ("no such option", "an export that is there", "rows beyond the model")
+OF_DPO = {name: REFUSED[name] for name in OF_DPO} | {"no adapters": ({"lora.rank": 0}, NO_ADAPTERS)}
 CASES = [*(("finetune", case) for case in REFUSED), *(("dpo", case) for case in OF_DPO)]
 
 
@@ -216,28 +182,11 @@ def test_an_export_that_fails_at_the_end_is_no_finished_run(base, tmp_path, monk
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_goes_on_with_its_own_options_of_the_data_only(recipe, base, tmp_path, capsys):
-    import transformers
-
-    folder = tmp_path / "base"
-    shutil.copytree(base, folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.chat_template = "{% if not quiet %}Answer.\n{% endif %}" + tokenizer.chat_template
-    tokenizer.save_pretrained(folder)
-    turns = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
-    line = {"messages": turns}
-    if recipe == "dpo":
-        line = {"prompt": turns[:1], "chosen": turns[1:2], "rejected": turns[3:]}
-    chats = tmp_path / "a.jsonl"
-    chats.write_text(f"{json.dumps(line)}\n" * 4)
-    settings = {"data.path": chats, "steps": 1, "global_batch_size": 2, "batch_size": 1}
-    given = command_line(recipe, folder, tmp_path / "run", **settings)
+    given = command_line(recipe, base, tmp_path, steps=1)
     run_here(recipe, given)
-    last = ["data.train_on=last"] if recipe == "finetune" else []
-    for option in ("data.template.quiet=true", *last):
-        with pytest.raises(SystemExit) as stop:
-            run_here(recipe, [*given, option])
-        shown = capsys.readouterr().err
-        assert (stop.value.code, "other data" in shown) == (2, True), shown
+    with pytest.raises(SystemExit, match="2"):
+        run_here(recipe, [*given, "data.held_out_every=5"])
+    assert "other data" in capsys.readouterr().err
 
 
 def _train(rank, world, recipe, given):
@@ -246,7 +195,7 @@ def _train(rank, world, recipe, given):
 
 LAYOUTS = {
     "finetune fsdp": ("finetune", 2, LORA),
-    "finetune pp": ("finetune", 2, {"mesh.pp": 2, **LORA, "lora.dropout": 0.0}),
+    "finetune pp": ("finetune", 2, {"mesh.pp": 2, **LORA}),
     "dpo copy": ("dpo", 2, {"reference": "model", "lora.rank": 0}),
 }
 
@@ -258,7 +207,6 @@ LAYOUTS = {
 def test_a_run_moves_to_another_layout(name, base, tmp_path):
     """Begun by one process, ended and exported by several ranks: the losses of one process."""
     recipe, world, settings = LAYOUTS[name]
-    settings = {**settings, "lora.dropout": 0.0} if "lora.dropout" in settings else settings
     alone = {k: v for k, v in settings.items() if not k.startswith("mesh")}
     one, moved = tmp_path / "one", tmp_path / "moved"
     run_here(recipe, command_line(recipe, base, one, export=tmp_path / "a", **alone))
@@ -283,16 +231,16 @@ def test_a_run_moves_to_another_layout(name, base, tmp_path):
     fk.load_huggingface(start, tmp_path / "b")
 
 
+VERIFIED = [
+    ("finetune", ["mesh.dp_shard=2", "lora.rank=2"]),
+    ("finetune", ["mesh.tp=2"]),
+    ("dpo", ["mesh.dp_shard=2"]),
+    ("dpo", ["mesh.tp=2", "reference=model", "lora.rank=0", "kind=ipo"]),
+]
+
+
 @pytest.mark.oracle
-@pytest.mark.parametrize(
-    ("recipe", "settings"),
-    [
-        ("finetune", ["mesh.dp_shard=2", "lora.rank=2"]),
-        ("finetune", ["mesh.tp=2"]),
-        ("dpo", ["mesh.dp_shard=2"]),
-        ("dpo", ["mesh.tp=2", "reference=model", "lora.rank=0", "kind=ipo"]),
-    ],
-)
+@pytest.mark.parametrize(("recipe", "settings"), VERIFIED)
 def test_the_fine_tuning_recipes_are_exact(recipe, settings, base, tmp_path, capsys):
     given = [f"base={base}", f"data.path={RECIPES[recipe]}", "seq_len=256", f"out={tmp_path}"]
     code = main(["verify", recipe, *given, "global_batch_size=4", "batch_size=1", *settings])
@@ -310,7 +258,7 @@ def test_new_tokens_are_trained_and_exported_with_their_tokenizer(base, tmp_path
     answers = ["<tool>now</tool> it is late", "late <tool>is</tool>"] * 12
     lines = [{"prompt": f"{n} ", "completion": answer} for n, answer in enumerate(answers)]
     chats.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given = command_line("finetune", base, out, export=tuned, data__path=chats, steps=4)
+    given = command_line("finetune", base, out, export=tuned, steps=4, **{"data.path": chats})
     added = 'new_tokens=["<tool>","</tool>"]'
     run_here("finetune", [*given, added])
     before, after = (transformers.AutoTokenizer.from_pretrained(one) for one in (base, tuned))

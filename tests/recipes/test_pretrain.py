@@ -158,6 +158,8 @@ def test_a_run_whose_sizes_change_is_logged_replayed_and_planned(tokens, tmp_pat
     assert main(["replay", str(tmp_path / "run"), "--step", "7", *script]) == 0
     found = json.loads((tmp_path / "run" / "replay_step_7.json").read_text())
     assert (found["samples"], found["loss"]) == ([36, 44], rows[-1]["train/loss"])
+    assert (found["grad_norm"], found["bad_parameters"]) == (rows[-1]["train/grad_norm"], [])
+    assert (found["first_bad_output"], found["highest_bad_gradient"]) == (None, None)
     capsys.readouterr()
     assert main(["plan", "pretrain", *given, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
