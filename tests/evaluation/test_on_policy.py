@@ -151,14 +151,14 @@ def gradients(model, texts, forward):
     return full_tensors(model, gradients=True)
 
 
-@pytest.mark.parametrize(
-    ("forward", "lora", "changes"),
-    [
-        (packed, None, {}),
-        (headed, None, {"tied": True, "kv_heads": 6, "qk_norm": False}),
-        (padded, ADAPTERS["DoRA"], {}),
-    ],
-)
+FORWARDS = [
+    (packed, None, {}),
+    (headed, None, {"tied": True, "kv_heads": 6, "qk_norm": False}),
+    (padded, ADAPTERS["DoRA"], {}),
+]
+
+
+@pytest.mark.parametrize(("forward", "lora", "changes"), FORWARDS)
 def test_gradients_are_those_of_the_ordinary_forward(forward, lora, changes):
     spec, texts = attrs.evolve(WIDE, **changes), prompts_of(5)
     found = gradients(build(torch.float64, lora, spec), texts, forward)

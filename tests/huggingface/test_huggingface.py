@@ -269,15 +269,10 @@ CLASSES = {"AutoTokenizer": ["tokens.Own", None]}
 ROOM = {
     "tokens.py": "raise SystemExit\n",
     "model.py": "raise SystemExit\n",
-    "preprocessor_config.json": {"size": 3},
-    "processor_config.json": {},
-    "chat_template.json": {"chat_template": "OLD"},
-    "added_tokens.json": {"</s>": 1},
-    "spiece.model": "s",
-    "tokenizer.model.v3": "t",
-    "vocab.txt": "a",
-    "qwen.tiktoken": "t",
 }
+ROOM |= {"preprocessor_config.json": {"size": 3}, "processor_config.json": {}}
+ROOM |= {"chat_template.json": {"chat_template": "OLD"}, "added_tokens.json": {"</s>": 1}}
+ROOM |= {"spiece.model": "s", "tokenizer.model.v3": "t", "vocab.txt": "a", "qwen.tiktoken": "t"}
 
 
 def test_whatever_is_read_beside_the_weights_is_in_an_export(tmp_path):

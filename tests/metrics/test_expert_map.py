@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import attrs
+import lab
 import pytest
 import torch
-from lab import alone
+from lab import alone, logits_loss
 from pool import run_ranks
 from tensordict import TensorDict
 
@@ -13,14 +14,8 @@ import forgekit as fk
 from forgekit.metrics.hooks import expert_loads
 
 MOE = fk.MoESpec(experts=4, top_k=2, ffn_dim=8, first=1)
-SPEC = fk.TransformerSpec(
-    vocab_size=19, dim=16, layers=3, heads=2, kv_heads=1, ffn_dim=24, max_seq_len=12, moe=MOE
-)
+SPEC = attrs.evolve(lab.SPEC, layers=3, moe=MOE)
 LAYERS = ["moe/load/layers.1.feed_forward", "moe/load/layers.2.feed_forward"]
-
-
-def loss_fn(model, batch):
-    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
 def test_loads_are_the_shares_of_the_last_good_step_over_their_mean():
@@ -35,7 +30,7 @@ def test_loads_are_the_shares_of_the_last_good_step_over_their_mean():
     assert expert_loads(state) == dict.fromkeys(LAYERS, [1.0] * 4)
     ids = torch.randint(19, (2, 6), generator=torch.Generator().manual_seed(0))
     batch = TensorDict({"input_ids": ids, "labels": ids}, [2])
-    state, _ = fk.make_step(loss_fn, schedule=fk.constant(0.1))(state, [batch])
+    state, _ = fk.make_step(logits_loss, schedule=fk.constant(0.1))(state, [batch])
     found = expert_loads(state)
     assert list(found) == LAYERS
     for name, choice in chosen.items():
@@ -51,7 +46,7 @@ def train(mesh=None):
     state = fk.TrainState.create(model, torch.optim.SGD(model.parameters()), mesh=mesh)
     ids = torch.randint(19, (4, 6), generator=torch.Generator().manual_seed(0))
     batches = TensorDict({"input_ids": ids, "labels": ids}, [4]).split(2)
-    return fk.make_step(loss_fn, schedule=fk.constant(0.1))(state, batches)
+    return fk.make_step(logits_loss, schedule=fk.constant(0.1))(state, batches)
 
 
 def _loads_of_a_stage(_rank, _world):

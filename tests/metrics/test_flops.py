@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
-from huggingface_models import MODELS, SIZES
+from huggingface_models import make_model
 from lab import alone, lay_out
 from pool import run_ranks
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -34,6 +34,10 @@ SPECS = {
 }
 
 
+def loader_of_one_row():
+    return fk.make_loader(fk.packed_dataset([np.ones(3, int)], fk.pack([3], 8)), 1)
+
+
 def counted(model, monkeypatch, call=None):
     """Torch's count of one forward and backward pass: in matrices, in attention, in experts.
 
@@ -54,21 +58,14 @@ def counted(model, monkeypatch, call=None):
 @pytest.mark.parametrize("kind", ["Llama tied", "Qwen3Moe dense first"])
 def test_attention_of_a_model_of_transformers_is_not_known(kind, monkeypatch):
     """Two of four or six experts here: all of them would be one and a half times as many."""
-    import transformers
-
-    name = kind.split()[0]
-    settings = SIZES | MODELS.get(kind, {}) | {"vocab_size": 48, "attn_implementation": "eager"}
-    settings |= {"experts_implementation": "eager"} if "Moe" in kind else {}
-    model = getattr(transformers, f"{name}ForCausalLM")(
-        getattr(transformers, f"{name}Config")(**settings)
-    )
+    eager = {"experts_implementation": "eager"} if "Moe" in kind else {}
+    model = make_model(kind, vocab_size=48, attn_implementation="eager", **eager)
     flops = Flops.of(model)
     assert flops.parameters == sum(p.numel() for p in model.parameters())
     matrices, _ = counted(model, monkeypatch, lambda ids: model(ids).logits)
     assert flops.per_token * ROWS * LENGTH == pytest.approx(matrices, rel=1e-12)
     assert math.isnan(flops.of_row(1, 1))
-    loader = fk.make_loader(fk.packed_dataset([np.ones(3, int)], fk.pack([3], 8)), 1)
-    assert Utilization.of(flops, alone(model), loader, peak=1e9) is None
+    assert Utilization.of(flops, alone(model), loader_of_one_row(), peak=1e9) is None
 
 
 @pytest.mark.parametrize("case", SPECS)
@@ -182,28 +179,23 @@ def test_utilization_is_the_work_of_the_very_samples_over_the_peak_of_all_device
     assert Utilization.of(flops, state, [1, 2], peak=1e9) is None, "nobody knows which rows"
 
 
-def _models():
-    return {
-        "experts": fk.Transformer(attrs.evolve(DENSE, moe=MOE)),
-        "tied": fk.Transformer(attrs.evolve(DENSE, tied=True)),
-        "dense": fk.Transformer(DENSE),
-    }
+def model_of(case):
+    return fk.Transformer(attrs.evolve(DENSE, **SPECS[case]))
 
 
 def _flops(rank, world, layouts):
     found = []
     for layout, case in layouts:
-        state = lay_out(_models()[case], layout)
+        state = lay_out(model_of(case), layout)
         flops = Flops.of(state.model).over_stages(state)
-        rows = fk.packed_dataset([np.ones(3, int)], fk.pack([3], 8))
-        use = Utilization.of(flops, state, fk.make_loader(rows, 1), peak=1e9)
+        use = Utilization.of(flops, state, loader_of_one_row(), peak=1e9)
         found.append((attrs.astuple(flops), use and use.peak))
     return found
 
 
 def test_every_rank_of_a_layout_counts_the_whole_model():
-    layouts = [({"pp": 2}, "dense"), ({"tp": 2}, "tied"), ({"ep": 2}, "experts")]
-    whole = {case: attrs.astuple(Flops.of(model)) for case, model in _models().items()}
+    layouts = [({"pp": 2}, "dense"), ({"tp": 2}, "tied"), ({"ep": 2}, "moe")]
+    whole = {case: attrs.astuple(Flops.of(model_of(case))) for _, case in layouts}
     for found in run_ranks(_flops, 2, layouts):
         for (numbers, peak), (layout, case) in zip(found, layouts, strict=True):
             assert numbers == pytest.approx(whole[case]), (layout, case)
@@ -221,7 +213,6 @@ def test_the_peak_is_that_of_the_dtype_of_products(precision, matmul, peak, monk
     state = lay_out(fk.Transformer(DENSE), precision=precision)
     with FakeTensorMode():
         state = attrs.evolve(state, targets=torch.zeros((), dtype=torch.int64, device="cuda"))
-    rows = fk.packed_dataset([np.ones(3, int)], fk.pack([3], 8))
-    found = Utilization.of(Flops.of(state.model), state, fk.make_loader(rows, 1))
+    found = Utilization.of(Flops.of(state.model), state, loader_of_one_row())
     fk.shutdown()
     assert found.peak == MACHINES["h100"].peaks[peak]

@@ -280,11 +280,13 @@ def test_the_mean_loss_of_a_row_is_over_the_targets_of_its_good_steps(tmp_path, 
                 assert row["train/loss_mean"] == pytest.approx((2 * 3 + 5 * 1 + 1 * 4) / 8)
                 assert row["train/skipped"] == 2
         assert math.isnan(row["train/loss_mean"]), "no step was good"
-        with pytest.raises(
-            ValueError, match=r"'eval/x' has shape \(3,\); a metric must be one number"
-        ):
+        with pytest.raises(ValueError, match=r"'eval/x' has shape \(3,\); a metric must be one"):
             log.event(state, {"eval/x": torch.zeros(3)})
     assert capsys.readouterr().err.startswith("step 5  loss 1.8750  ")
+
+
+def square_loss(model, batch):
+    return fk.Loss(model(batch["x"]).square().sum(), 2)
 
 
 def _on_ranks(rank, world, out):
@@ -293,9 +295,7 @@ def _on_ranks(rank, world, out):
     model = fk.parallelize(torch.nn.Linear(6, 5), mesh)
     model.bias.requires_grad_(False)
     state = TrainState.create(model, fk.adamw(model), mesh=mesh)
-    step = fk.make_step(
-        lambda model, batch: fk.Loss(model(batch["x"]).square().sum(), 2), schedule=fk.constant(0.1)
-    )
+    step = fk.make_step(square_loss, schedule=fk.constant(0.1))
     with MetricsLog(out / str(rank), every=1) as log:
         state, metrics = step(state, [TensorDict({"x": torch.ones(2, 6)}, [2])])
         row = log(state, metrics)

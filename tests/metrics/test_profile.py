@@ -66,9 +66,10 @@ def test_a_run_that_starts_behind_the_steps_traces_none(tmp_path):
     assert not (tmp_path / "profile").exists()
 
 
-@pytest.mark.parametrize(
-    ("error", "fail_at"), [(KeyError, 2), (FileExistsError, None), (None, None)]
-)
+FAILS = [(KeyError, 2), (FileExistsError, None), (None, None)]
+
+
+@pytest.mark.parametrize(("error", "fail_at"), FAILS)
 def test_a_trace_ends_with_its_steps_or_an_error(error, fail_at, tmp_path):
     """Torch has one profiler at a time, and without one names cost nothing."""
     if error is FileExistsError:
