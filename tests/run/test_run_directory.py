@@ -70,13 +70,20 @@ def test_a_last_save_that_fails_is_the_failure_of_the_run(tmp_path):
     assert status(out)["status"] == "failed"
 
 
-def test_what_the_library_refuses_in_set_up_exits_2_with_its_message_alone(tmp_path, capsys):
+USAGE = [
+    (lambda: fk.MeshSpec(tp=0), "ValueError: tp is 0; a mesh dimension must be at least 1"),
+    (lambda: fk.token_dataset("nowhere"), "FileNotFoundError: "),
+]
+
+
+@pytest.mark.parametrize("case", USAGE)
+def test_what_the_library_refuses_in_set_up_exits_2_with_its_message_alone(tmp_path, capsys, case):
+    refused, reason = case
     with pytest.raises(SystemExit, match="2"), fk.open_run(tmp_path, {}):
-        fk.MeshSpec(tp=0)
-    said = "tp is 0; a mesh dimension must be at least 1"
-    assert status(tmp_path)["status"] == "failed"
-    assert status(tmp_path)["reason"].startswith(f"ValueError: {said}")
-    assert re.fullmatch(rf"error: {said}.*\n", capsys.readouterr().err)
+        refused()
+    found = status(tmp_path)
+    assert (found["status"], found["reason"][: len(reason)]) == ("failed", reason)
+    assert capsys.readouterr().err == f"error: {found['reason'].partition(': ')[2]}\n"
 
 
 OUTS = [("", "out is empty"), ("file/run", r"\[Errno 20\] Not a directory: '.*file/run'")]
