@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import json
 
-CONFIG = {
-    "steps": 60,
-    "phases": [{"step": 20}, {"start": 320}],
-    "pipeline_schedule": "interleaved_1f1b",
-    "mesh": {"pp": 2},
-}
+CONFIG = {"steps": 60, "phases": [{"step": 20}, {"start": 320}], "mesh": {"pp": 2}}
+CONFIG |= {"pipeline_schedule": "interleaved_1f1b"}
+MEASURED = {"perf/tokens_per_second": 1000.0, "perf/step_seconds": 90.0, "train/targets": 90_000}
 
 
-def rows_of(count, scale=1.0):
-    measured = {
-        "perf/tokens_per_second": 1000.0,
-        "perf/step_seconds": 90.0,
-        "train/targets": 90_000,
-    }
+def rows_of(count):
     return [
-        {"step": step, "samples": 8 * step, "train/loss": scale * (2 + 5 / step)}
-        | {"train/skipped": 0, "train/grad_norm": 1 / step, "train/lr": 1e-3 / step, **measured}
+        {"step": step, "samples": 8 * step, "train/loss": 2 + 5 / step}
+        | {"train/skipped": 0, "train/grad_norm": 1 / step, "train/lr": 1e-3 / step, **MEASURED}
         for step in range(1, count + 1)
     ]
 

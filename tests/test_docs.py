@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import doctest
-import functools
-import inspect
 import math
 import re
 from pathlib import Path
@@ -16,10 +13,18 @@ import torch
 from distributed.matrix import LAYOUTS
 from lazy_clock import simulate
 from runs import launch
+from test_docs_commands import check_calls, find
 
 import forgekit as fk
 
 DOCS = Path(__file__).parents[1] / "docs"
+
+
+def blocks_of(page, kind="python"):
+    """Blocks of code of a page."""
+    return re.findall(rf"^```{kind}\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
+
+
 PAGES = ("README.md", *sorted(f"docs/{path.name}" for path in DOCS.glob("*.md")))
 
 
@@ -36,37 +41,31 @@ def test_pictures_are_drawn_from_the_code(tmp_path):
     assert all(f"(pictures/{name})" in shown for name in drawn)
 
 
-@pytest.mark.parametrize(
-    ("page", "least"),
-    [
-        ("data.md", 40),
-        ("huggingface.md", 20),
-        ("porting.md", 15),
-        ("heads.md", 20),
-        ("server.md", 15),
-    ],
-)
-def test_the_examples_of_a_page_run(page, least, tmp_path, monkeypatch):
+EXAMPLES = {"data": 40, "huggingface": 20, "porting": 15, "heads": 20, "server": 15}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_of_a_page_run(name, tmp_path, monkeypatch):
     """One after the other, in an empty folder: each goes on where the one before it ended."""
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"^```pycon\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
-    examples = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, page, None, 0)
+    blocks = blocks_of(f"{name}.md", "pycon")
+    examples = doctest.DocTestParser().get_doctest("\n".join(blocks), {}, name, None, 0)
     said = []
     result = doctest.DocTestRunner(verbose=False).run(examples, out=said.append)
-    assert result.attempted > least
+    assert result.attempted > EXAMPLES[name]
     assert result.failed == 0, "".join(said)
 
 
-@pytest.mark.parametrize(
-    ("page", "least", "written"),
-    [("adapters.md", 0.5, "adapter/adapter_model.safetensors"), ("foreign.md", 0.1, "tuned")],
-)
+SCRIPTS = [("adapters.md", 0.5, "adapter/adapter_model.safetensors"), ("foreign.md", 0.1, "tuned")]
+
+
+@pytest.mark.parametrize(("page", "least", "written"), SCRIPTS)
 def test_the_script_of_a_page_trains(page, least, written, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sizes = {"vocab_size": 32, "dim": 16, "layers": 2, "heads": 2, "kv_heads": 1, "ffn_dim": 24}
     model = fk.Transformer(fk.TransformerSpec(**sizes, max_seq_len=32))
     fk.save_huggingface(model, "base")
-    (script,) = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
+    (script,) = blocks_of(page)
     try:
         exec(compile(script, page, "exec"), {"__name__": "__main__"})
     finally:
@@ -82,11 +81,7 @@ def test_the_loop_of_the_readme_runs_as_it_stands(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     ids = torch.arange(6000) % 50
     fk.write_tokens("data/stdlib", [ids.numpy()], vocab_size=4096, eos_id=0)
-    (loop,) = re.findall(
-        r"^## Write your own loop\n\n```python\n(.*?)^```$",
-        (DOCS.parent / "README.md").read_text(),
-        re.M | re.S,
-    )
+    (loop,) = (block for block in blocks_of("../README.md") if "fk.step_metrics(" in block)
     names = {}
     exec(compile(loop, "README.md", "exec"), names)
     state, metrics = names["state"], names["metrics"]
@@ -106,9 +101,8 @@ def test_the_table_of_layouts_is_complete_and_within_the_bounds():
 
 
 def test_the_table_of_lazy_and_eager_is_what_the_simulated_clock_says():
-    rows = re.findall(
-        r"^\| (eager|lazy) \| (\d) \|(.*)\|$", (DOCS / "rollouts.md").read_text(), re.M
-    )
+    text = (DOCS / "rollouts.md").read_text()
+    rows = re.findall(r"^\| (eager|lazy) \| (\d) \|(.*)\|$", text, re.M)
     assert len(rows) == 3
     for kind, most, cells in rows:
         found = simulate(eager=kind == "eager", most=int(most))
@@ -126,24 +120,14 @@ def test_names_on_a_page_exist_and_take_the_arguments_that_it_shows(page):
     paths = re.findall(r"`((?:tests|docs|recipes|benchmarks)/[\w/]+\.py)`", text)
     assert all((root / path).exists() for path in paths), paths
     for name in re.findall(r"\bfk(?:\.\w+)+", text):
-        public(name)
-    for block in re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S):
-        for call in [node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)]:
-            name = ast.unparse(call.func)
-            if re.fullmatch(r"fk(\.\w+)+", name):
-                given = {option.arg for option in call.keywords if option.arg}
-                inspect.signature(public(name)).bind_partial(**dict.fromkeys(given))
-
-
-def public(name):
-    return functools.reduce(getattr, name.split(".")[1:], fk)
+        find(name)
+    for block in blocks_of(f"../{page}"):
+        check_calls(block)
 
 
 def test_every_public_name_is_on_exactly_one_page_of_the_reference():
-    listed = []
-    for page in (DOCS / "api").glob("*.md"):
-        for block in re.findall(r"^\.\. entries::\n\n(.*?)^```$", page.read_text(), re.M | re.S):
-            listed += block.split()
+    text = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    listed = " ".join(re.findall(r"^\.\. entries::\n\n(.*?)^```$", text, re.M | re.S)).split()
     public = {*fk.__all__, *(f"config.{name}" for name in fk.config.__all__)}
     for room in (DOCS.parent / "forgekit").glob("*/__init__.py"):
         public |= {
@@ -168,8 +152,7 @@ def test_links_of_the_readme_lead_somewhere():
     assert len(links) > 10
     for link in links:
         path, _, anchor = link.partition("#")
-        headings = re.findall(
-            r"^#+ (.*)$", (DOCS.parent / path).read_text("utf-8", "replace"), re.M
-        )
+        shown = (DOCS.parent / path).read_text("utf-8", "replace")
+        headings = re.findall(r"^#+ (.*)$", shown, re.M)
         slugs = {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in headings}
         assert not anchor or anchor in slugs, link

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib
 import inspect
 import math
 import re
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+import forgekit
 from forgekit.cli import main
 from forgekit.cli.recipes import recipe_or_settings
 from forgekit.cli.usage import UsageError
@@ -151,8 +151,8 @@ def test_the_mesh_of_a_line_for_several_ranks_fits_them(line):
     recipe, world, words = SEVERAL[line]
     config = load_config(config_of(recipe), words)
     if hasattr(config, "mesh"):
-        _, replicate, shard, context, _ = resolve_sizes(config.mesh, world)
-        ranks = replicate * shard
+        stages, replicate, shard, context, _ = resolve_sizes(config.mesh, world)
+        ranks = stages * replicate * shard  # a stage each takes part in as many micro-batches
         assert shard * context % config.mesh.ep == 0
         if hasattr(config, "global_batch_size"):
             assert config.global_batch_size % ((config.batch_size or 1) * ranks) == 0
@@ -177,21 +177,24 @@ def names_of_ours():
     return words, {name for name, *_ in keys_of(config_of(RECIPES / "pretrain.py"))}
 
 
-def find(path):
-    module, *names = path.replace("fk.", "forgekit.", 1).split(".")
-    return functools.reduce(getattr, names, importlib.import_module(module))
+def find(name):
+    return functools.reduce(getattr, name.split(".")[1:], forgekit)
+
+
+def check_calls(code):
+    """Raise unless our functions take the arguments with which they are called."""
+    for call in [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]:
+        if re.fullmatch(r"(fk|forgekit)(\.\w+)+", name := ast.unparse(call.func)):
+            options = {option.arg: None for option in call.keywords if option.arg}
+            inspect.signature(find(name)).bind_partial(*call.args, **options)
 
 
 def check_code(code, capsys):
     """Raise unless a name, call, key, command or file of ours exists."""
     words, keys = names_of_ours()
-    if re.match(r"(fk|forgekit)\.", code):
-        tree = ast.parse(code, mode="eval").body
-        for call in [node for node in ast.walk(tree) if isinstance(node, ast.Call)]:
-            options = {option.arg: None for option in call.keywords}
-            inspect.signature(find(ast.unparse(call.func))).bind_partial(*call.args, **options)
-        if not isinstance(tree, ast.Call):
-            find(code)
+    if name := re.match(r"(?:fk|forgekit)(?:\.\w+)+", code):
+        find(name[0])
+        check_calls(code)
     elif code.startswith("forgekit "):
         help_of(code.split()[1], capsys)
     elif code.startswith("recipes/"):

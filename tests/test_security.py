@@ -12,13 +12,10 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from lab import SPEC, alone
 
 import forgekit as fk
 from forgekit.config import key, load_config
-
-SPEC = fk.TransformerSpec(
-    vocab_size=16, dim=16, layers=1, heads=2, kv_heads=1, ffn_dim=24, max_seq_len=16
-)
 
 
 class Payload:
@@ -39,31 +36,22 @@ def tuned(seed=0):
     return fk.add_lora(model(seed), rank=2, targets=("*.query",))
 
 
-def state(seed=0):
-    built = model(seed)
-    return fk.TrainState.create(built, fk.adamw(built))
-
-
 def write_tokens(folder):
     fk.write_tokens(folder, [np.arange(12) % 16] * 4, vocab_size=16, eos_id=0)
 
 
-ARTIFACTS = {
-    "checkpoint": (
-        lambda folder: fk.checkpoint_save(state(), folder, blocking=True),
-        lambda folder: fk.checkpoint_load(state(1), folder),
-    ),
-    "base": (
-        lambda folder: fk.save_huggingface(model(), folder),
-        lambda folder: fk.load_huggingface(model(1), folder),
-    ),
-    "adapter": (
-        lambda folder: fk.save_adapter(tuned(), folder),
-        lambda folder: fk.load_adapter(model(1), folder),
-    ),
-    "token file": (write_tokens, lambda folder: fk.token_dataset(folder, 4)[0]),
+WRITE = {
+    "checkpoint": lambda folder: fk.checkpoint_save(alone(model()), folder, blocking=True),
+    "base": lambda folder: fk.save_huggingface(model(), folder),
+    "adapter": lambda folder: fk.save_adapter(tuned(), folder),
+    "token file": write_tokens,
 }
-"""How each is written and read."""
+READ = {
+    "checkpoint": lambda folder: fk.checkpoint_load(alone(model(1)), folder),
+    "base": lambda folder: fk.load_huggingface(model(1), folder),
+    "adapter": lambda folder: fk.load_adapter(model(1), folder),
+    "token file": lambda folder: fk.token_dataset(folder, 4)[0],
+}
 
 
 def replace_by_pickles(path, marker):
@@ -77,11 +65,10 @@ def replace_by_pickles(path, marker):
     yield
 
 
-@pytest.mark.parametrize("name", ARTIFACTS)
+@pytest.mark.parametrize("name", WRITE)
 def test_no_file_of_an_artifact_is_unpickled(name, tmp_path):
-    write, read = ARTIFACTS[name]
-    folder, marker = tmp_path / "artifact", tmp_path / "ran"
-    write(folder)
+    read, folder, marker = READ[name], tmp_path / "artifact", tmp_path / "ran"
+    WRITE[name](folder)
     read(folder)
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
     assert len(files) >= 2

@@ -5,8 +5,9 @@ Each mistake trains without complaint once the library's own check of it is swit
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
+import re
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -154,22 +155,13 @@ def switch_off(path: str, answer: Any) -> None:
 
     An answer that is a function takes the original, and returns what stands in for it.
     """
-    module, names = path.split(":")
-    *classes, name = names.split(".")
-    there: Any = importlib.import_module(module)
-    for part in classes:
-        there = getattr(there, part)
-    original = getattr(there, name)
+    owner, name = re.fullmatch(r"(.*)[:.](\w+)", path).groups()
+    original = pkgutil.resolve_name(path)
     if callable(answer):
-        answer = answer(original)
-    elif callable(original):
-        answer = partial(answer_always, answer)
-    setattr(there, name, answer)
-
-
-def answer_always(answer: Any, *_args: Any, **_keywords: Any) -> Any:
-    """Whatever is asked."""
-    return answer
+        stand_in = answer(original)
+    else:
+        stand_in = (lambda *_, **__: answer) if callable(original) else answer
+    setattr(pkgutil.resolve_name(owner), name, stand_in)
 
 
 def first_alone(send: Any) -> Any:
