@@ -17,10 +17,6 @@ from forgekit.cli import main
 from forgekit.doctor import check_folder
 
 
-def outcomes(checks):
-    return {check.name: check.outcome for check in checks}
-
-
 def test_a_good_folder_is_ready_and_nothing_is_left_behind(tmp_path, capsys):
     out = tmp_path / "runs" / "a"
     assert main(["doctor", str(out)]) == 0
