@@ -8,7 +8,6 @@ it, so nothing is ever put back.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import importlib
 import json
@@ -49,16 +48,15 @@ def run(name: str, faults: Mapping[str, Any]) -> None:
 
 @attrs.define
 class _Now:
-    """Where the run is: the step that is being computed and its current micro-batch."""
+    """Where the run is: the step that is being computed and the first tokens of its rows."""
 
     step: int = -1
-    micro_batch: int = -1
     rows: list[int] = attrs.field(factory=list)
 
 
 @attrs.frozen
 class _Group:
-    """A group of micro-batches that tells ``now`` which one is being used."""
+    """A group of micro-batches that tells ``now`` the rows that are used."""
 
     group: Any
     now: _Now
@@ -72,8 +70,7 @@ class _Group:
 
     def __iter__(self) -> Iterator[Any]:
         self.now.rows.clear()
-        for number, batch in enumerate(self.group):
-            self.now.micro_batch = number
+        for batch in self.group:
             self.now.rows.extend(batch["input_ids"][:, 0].tolist())
             yield batch
 
@@ -258,31 +255,6 @@ def signal_in_evaluation(recipe: Recipe, name: str) -> None:
         return loss_fn(model, batch)
 
     recipe.loss_fn = sending
-
-
-def infinite_loss(recipe: Recipe, given: tuple[int, int]) -> None:
-    """Make the loss of one micro-batch of a step infinite."""
-    now, loss_fn = _watch(recipe), recipe.loss_fn
-
-    def spoiled(model: Any, batch: Any) -> fk.Loss:
-        loss = loss_fn(model, batch)
-        is_bad = (now.step, now.micro_batch) == tuple(given)
-        return dataclasses.replace(loss, sum=loss.sum * float("inf")) if is_bad else loss
-
-    recipe.loss_fn = spoiled
-
-
-def nan_gradient(recipe: Recipe, step: int) -> None:
-    """Make this rank's gradient of a step NaN; the loss stays finite."""
-    now, loss_fn = _watch(recipe), recipe.loss_fn
-
-    def spoiled(model: Any, batch: Any) -> fk.Loss:
-        loss = loss_fn(model, batch)
-        if now.step == step and loss.sum.requires_grad:
-            loss.sum.register_hook(lambda gradient: gradient * float("nan"))
-        return loss
-
-    recipe.loss_fn = spoiled
 
 
 def impatient(recipe: Recipe, patience_s: float) -> None:
