@@ -244,5 +244,5 @@ def test_two_runs_in_one_folder_of_a_bucket(bucket, url, monkeypatch, capsys, tm
             with pytest.raises(SystemExit) as stop, fk.open_run(url, {}):
                 raise AssertionError
             assert stop.value.code == 1
-            holder = f"pid {os.getpid()} on host {socket.gethostname()} since 20"
+            holder = f"pid {os.getpid()} on host {socket.gethostname()}"
             assert f"error: {url} is in use by {holder}" in capsys.readouterr().err
