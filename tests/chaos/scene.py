@@ -32,7 +32,8 @@ def counting_tokens(path: Path, rows: int = ROWS, *, end: int | None = None) -> 
     """A token file in which token ``t`` stands at place ``t``; ``end`` ends texts."""
     ids = np.arange(rows * SEQ_LEN)
     end = len(ids) if end is None else end
-    return fk.write_tokens(path, [ids], vocab_size=end + 1, eos_id=end)
+    fk.write_tokens(path, [ids], vocab_size=end + 1, eos_id=end)
+    return path
 
 
 def from_page(text: str, changes: Mapping[str, str]) -> str:
