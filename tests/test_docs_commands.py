@@ -185,8 +185,9 @@ def check_calls(code):
     """Raise unless our functions take the arguments with which they are called."""
     for call in [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call)]:
         if re.fullmatch(r"(fk|forgekit)(\.\w+)+", name := ast.unparse(call.func)):
+            given = [value for value in call.args if ast.unparse(value) != "..."]
             options = {option.arg: None for option in call.keywords if option.arg}
-            inspect.signature(find(name)).bind_partial(*call.args, **options)
+            inspect.signature(find(name)).bind_partial(*given, **options)
 
 
 def check_code(code, capsys):
