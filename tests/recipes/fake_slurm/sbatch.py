@@ -115,7 +115,8 @@ def watch(shell: subprocess.Popen[bytes], options: argparse.Namespace) -> bool:
         if asked("cancel"):
             send(signal.SIGTERM, None)
             send(signal.SIGTERM, shell)
-            time.sleep(POLL_S)  # for a shell that has no trap to end
+            with suppress(subprocess.TimeoutExpired):  # as it is if it has a trap
+                shell.wait(0.5)
             if shell.poll() is None:
                 note("cancelled")
         time.sleep(POLL_S)
