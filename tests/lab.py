@@ -33,14 +33,7 @@ from forgekit.state import donate
 from forgekit.verification.measure import plain_backward
 
 SPEC = fk.TransformerSpec(
-    vocab_size=37,
-    dim=24,
-    layers=2,
-    heads=6,
-    kv_heads=2,
-    ffn_dim=40,
-    max_seq_len=16,
-    qk_norm=True,
+    vocab_size=37, dim=24, layers=2, heads=6, kv_heads=2, ffn_dim=40, max_seq_len=16, qk_norm=True
 )
 MICRO_BATCHES = 3
 ROWS = 2

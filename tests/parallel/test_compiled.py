@@ -13,15 +13,7 @@ import attrs
 import pytest
 import torch
 from covering import some_of
-from lab import (
-    SPEC,
-    Watch,
-    full_tensors,
-    lay_out,
-    logits_loss,
-    mean_gradients,
-    reference_gradients,
-)
+from lab import SPEC, Watch, full_tensors, lay_out, logits_loss, mean_gradients, reference_gradients
 from lab import relative_error as error
 from parallel.test_context_parallel import Sockets, draw
 from pool import run_again

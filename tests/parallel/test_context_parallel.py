@@ -25,11 +25,7 @@ from forgekit.data.batch import slice_positions
 from forgekit.model.transformer import locate_all
 from forgekit.parallel.context import attention_areas, block_attention
 from forgekit.parallel.context.attention_areas import areas_of_documents, areas_seen
-from forgekit.parallel.context.context_parallel import (
-    apply_context,
-    split_context,
-    with_sockets,
-)
+from forgekit.parallel.context.context_parallel import apply_context, split_context, with_sockets
 
 POSITIONS, CHANNELS = 48, 4
 LAYOUTS = {

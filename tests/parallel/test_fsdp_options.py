@@ -25,11 +25,7 @@ LAYERS = 4
 DEEP = attrs.evolve(SPEC, layers=LAYERS, vocab_size=38)  # which tp 2 divides
 IDS = torch.randint(0, SPEC.vocab_size, (2, 12), generator=torch.Generator().manual_seed(3))
 HSDP = {"dp_replicate": 2, "dp_shard": 2}
-OPTIONS = (
-    {},
-    {"reshard_after_forward": False},
-    {"cpu_offload": True},
-)
+OPTIONS = ({}, {"reshard_after_forward": False}, {"cpu_offload": True})
 MODES = [({}, "last"), ({}, "every"), (HSDP, "hsdp_last")]
 CHOSEN = [(HSDP, "hsdp_last", OPTIONS[1]), ({}, "every", OPTIONS[2])]
 
@@ -103,10 +99,7 @@ def _reductions(rank, world):
 
 def _collectives(rank, world):
     root = LAYERS + 1  # stays gathered: backward begins with it
-    assert _gathered() == {
-        True: (1 / 4, root, LAYERS, LAYERS + root),
-        False: (1, root, 0, root),
-    }
+    assert _gathered() == {True: (1 / 4, root, LAYERS, LAYERS + root), False: (1, root, 0, root)}
     # With the root's own parameters the first block is the second to be gathered.
     assert _ahead() == ([3, 4, 5, 5], [2, 3, 4, 4])
     assert _reductions(rank, world) == {"last": (1, 1), "every": (3, 3), "hsdp_last": (3, 1)}

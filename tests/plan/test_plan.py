@@ -20,16 +20,7 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
-from plan_cells import (
-    LONG,
-    MOE,
-    WIDE,
-    Cell,
-    differences,
-    loss_fn,
-    run_cells,
-    setup,
-)
+from plan_cells import LONG, MOE, WIDE, Cell, differences, loss_fn, run_cells, setup
 from pool import run_ranks
 from rich.console import Console
 from tensordict import TensorDict
@@ -41,15 +32,7 @@ from forgekit.cli.program import main
 from forgekit.huggingface import load
 from forgekit.mesh import expert_view
 from forgekit.metrics.device_specs import MACHINES
-from forgekit.plan.estimate import (
-    HIDDEN,
-    HOST_S,
-    LINKS,
-    PRODUCTS,
-    TRAFFIC,
-    estimate,
-    seconds_of,
-)
+from forgekit.plan.estimate import HIDDEN, HOST_S, LINKS, PRODUCTS, TRAFFIC, estimate, seconds_of
 from forgekit.plan.plan import Job, Plan, plan_positions, plan_ranks, plan_step, summed
 from forgekit.plan.stand_ins import PlanError, pretending
 from forgekit.plan.sweep import LONG as LONG_ROWS

@@ -28,10 +28,7 @@ WRONG = {
 FAILED = {
     "hangs": (verified.hangs, r"of 2 ranks 0, 1 did not finish within 4 s.*verified.py.* in hangs"),
     "dies": (verified.dies, r"rank 1 of 2 died without raising an error\."),
-    "another mesh": (
-        verified.another_mesh,
-        r"setup built a mesh of .*, not .*'tp': 2.* as asked",
-    ),
+    "another mesh": (verified.another_mesh, r"setup built a mesh of .*, not .*'tp': 2.* as asked"),
     "no targets": (verified.no_targets, r"the gradient of the first step has norm (0|nan)"),
     "16 bits": (verified.in_16_bits, r"asks parallelize to compute in torch.bfloat16, but verify"),
 }
