@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import attrs
@@ -23,16 +24,9 @@ loss_fn, head_loss = lab.logits_loss, lab.head_loss
 SPEC = fk.TransformerSpec(
     vocab_size=40, dim=32, layers=2, heads=4, kv_heads=2, ffn_dim=48, max_seq_len=16, qk_norm=True
 )
-EXPERTS = fk.TransformerSpec(
-    vocab_size=40,
-    dim=16,
-    layers=2,
-    heads=2,
-    kv_heads=2,
-    ffn_dim=24,
-    max_seq_len=16,
-    moe=fk.MoESpec(experts=4, top_k=2, ffn_dim=12, shared=1, first=1, aux_loss=0.0),
-)
+MOE = fk.MoESpec(experts=4, top_k=2, ffn_dim=12, shared=1, first=1, aux_loss=0.0)
+EXPERTS = attrs.evolve(SPEC, dim=16, heads=2, ffn_dim=24, qk_norm=False, moe=MOE)
+PACKED = attrs.evolve(SPEC, dim=128, kv_heads=4, ffn_dim=384, qk_norm=False)
 PLAIN = (
     {"rank": 4, "alpha": 16.0, "targets": ("*.query", "*.key", "output")},
     {"rank": 3, "alpha": 16.0, "targets": "*.down"},
@@ -41,13 +35,14 @@ PLAIN = (
 )
 LENGTHS = {"rank": 5, "alpha": 20.0, "targets": ("*.value", "*.attention.output"), "dora": True}
 DENSE = (*PLAIN, LENGTHS)
+OF_EXPERTS = {"targets": ("*.experts.gate", "*.experts.up", "*.query", "*.shared.down")}
 MIXED = (
-    {
-        "rank": 2,
-        "alpha": 8.0,
-        "targets": ("*.experts.gate", "*.experts.up", "*.query", "*.shared.down"),
-    },
+    {"rank": 2, "alpha": 8.0, **OF_EXPERTS},
     {"rank": 6, "alpha": 8.0, "targets": "*.experts.down"},
+)
+IN_4_BITS = (
+    {"rank": 4, "alpha": 8.0, "targets": ("*.query", "*.value", "*.gate", "*.down"), "base": "nf4"},
+    {"rank": 2, "alpha": 6.0, "targets": "*.attention.output", "dora": True, "base": "nf4"},
 )
 LATE = ({"rank": 2, "alpha": 8.0, "targets": ("layers.1.*.value",)},)
 """Nothing to train before the second block."""
@@ -61,6 +56,7 @@ ADAPTED = {
     "late": (SPEC, LATE),
     "plain": (SPEC, PLAIN),
     "lengths": (SPEC, (LENGTHS,)),
+    "packed": (PACKED, IN_4_BITS),
 }
 
 
@@ -103,17 +99,19 @@ DENSE_SCALES = {"query": 4.0, "key": 4.0, "value": 4.0, "gate": 7.0, "down": 16 
 DENSE_SCALES |= {"output": 4.0, "up": 8 / 2**0.5}
 EXPERT_SCALES = {"query": 4.0, "shared.down": 4.0, "experts.down": 8 / 6}
 EXPERT_SCALES |= {"experts.gate": 4.0, "experts.up": 4.0}
+PACKED_SCALES = {"query": 2.0, "value": 2.0, "gate": 2.0, "down": 2.0, "output": 3.0}
 """By the end of a matrix's name what the product of its factors is multiplied by, written out."""
 
 
 def adapted_weights(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The base's parameters with adapters added, by name in the base."""
-    return add_products(tensors, EXPERT_SCALES if ADAPTED[kind][0].moe else DENSE_SCALES)
-
-
-def add_products(tensors: Mapping[str, Tensor], scales: Mapping[str, float]) -> dict[str, Tensor]:
-    """Parameters with the product of each pair of factors added, times its scale."""
-    weights = {name: tensor for name, tensor in tensors.items() if "lora_" not in name}
+    """The base's parameters, unpacked, with the products of factors added, by name in the base."""
+    scales = EXPERT_SCALES if ADAPTED[kind][0].moe else DENSE_SCALES
+    scales = PACKED_SCALES if kind == "packed" else scales
+    weights = {
+        name: unpacked(name) if tensor.dtype == torch.uint8 else tensor
+        for name, tensor in tensors.items()
+        if "lora_" not in name
+    }
     for name in [name for name in tensors if name.endswith("lora_A")]:
         matrix = name.removesuffix("lora_A")
         target = matrix.removesuffix("_") if matrix.endswith("_") else f"{matrix}weight"
@@ -142,3 +140,33 @@ def reference(kind: str, world: int) -> dict[str, Tensor]:
         return lab.torch_loss(lambda ids: functional_call(base, weights, (ids,)), batch)
 
     return lab.reference_gradients(move(build(kind)), batches_of(world), summed_loss)[0]
+
+
+LEVELS = (-1, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0)
+LEVELS += (0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.723, 1)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """What NF4 makes of a matrix, float32: written out once more, a block at a time."""
+    blocks, levels = weight.detach().float().reshape(-1, 64), torch.tensor(LEVELS)
+    magnitudes = torch.stack([block.abs().max() for block in blocks])
+    mean = magnitudes.mean()
+    restored = []
+    for group in (magnitudes - mean).split(256):
+        step = group.abs().max() / 128
+        restored.append((group / step).round().clamp(-128, 127) * step + mean)
+    made = [
+        levels[(block / largest - levels[:, None]).abs().argmin(0)] * scale
+        for block, largest, scale in zip(blocks, magnitudes, torch.cat(restored), strict=True)
+    ]
+    return torch.cat(made).view(weight.shape)
+
+
+@cache
+def unpacked(name: str) -> Tensor:
+    """A packed matrix of the base, float64."""
+    return rounded(base_of(PACKED).get_parameter(name)).double()
+
+
+def packed_of(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.detach() for n, p in model.named_parameters() if p.dtype == torch.uint8}

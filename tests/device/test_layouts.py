@@ -14,7 +14,7 @@ import pytest
 import torch
 from covering import first_of
 from device.pretend import NAME, watching
-from distributed.cells import LaidOut, lay_out, merge, own_batches, run_cell
+from distributed.cells import LaidOut, merge, own_batches, run_cell
 from distributed.compare import check
 from distributed.matrix import LAYOUTS, Cell
 from distributed.models import LOSSES, SCHEDULES
@@ -47,12 +47,11 @@ LARGE = [
 def run_and_watch(_rank, _world, cell, kernels=None):
     """What a cell finds; of a later step what the host did and the kernels' calls."""
     with flash_kernels(**kernels) if kernels else nullcontext([]) as calls:
-        mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **cell.row.sizes}), device=NAME)
-        laid_out = LaidOut(lay_out(cell, mesh), mesh)
+        laid_out = LaidOut(cell, NAME)
         found, state = run_cell(cell, laid_out), laid_out.state("adamw")
         step = fk.make_step(LOSSES[cell.loss], schedule=SCHEDULES["adamw"], max_norm=1.0)
         for _ in range(2):
-            batches = list(pinned(own_batches(cell, mesh, 0)))
+            batches = list(pinned(own_batches(cell, state.mesh, 0)))
             calls.clear()
             with watching() as ledger:
                 state, _ = step(state, batches)

@@ -7,8 +7,6 @@ from distributed.matrix import Row
 from tensordict import TensorDict
 from torch import Tensor
 
-__all__ = ["VOCABULARY", "global_batch"]
-
 VOCABULARY = 40
 ROWS = 2
 LENGTHS = (16, 8, 24)

@@ -13,22 +13,11 @@ from distributed.batches import global_batch
 from distributed.experts import balance_of
 from distributed.matrix import Cell
 from distributed.models import BUILDERS, LOSSES, MAX_NORM, SCHEDULES, build_model, prefer
-from lab import full
+from lab import full, lay_out
 from pool import run_again
-from torch import Tensor, nn
+from torch import Tensor
 
 import forgekit as fk
-
-__all__ = [
-    "Found",
-    "LaidOut",
-    "lay_out",
-    "merge",
-    "own_batches",
-    "run_cell",
-    "run_cells",
-    "run_layout",
-]
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.float32}
 Found = dict[str, Any]
@@ -37,41 +26,45 @@ Found = dict[str, Any]
 def run_layout(cells: Sequence[Cell]) -> list[Sequence[Found]]:
     """Run cells of one layout on its ranks; for each what every rank found, for ``merge``."""
     world, timeout_s = cells[0].row.world, 60 + 20 * len(cells)
-    by_rank = run_again(run_cells, world, list(cells), timeout_s=timeout_s)
-    return list(zip(*by_rank, strict=True))
+    return [*zip(*run_again(run_cells, world, [*cells], timeout_s=timeout_s), strict=True)]
 
 
 def run_cells(rank: int, world: int, cells: Sequence[Cell]) -> list[Found]:
     """One rank's part; a model is laid out once for the cells that compute alike."""
-    sizes = {"dp_shard": 1, **cells[0].row.sizes}
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
     models: dict[Any, LaidOut] = {}
     found = []
     for cell in cells:
         kind = cell.dtype, cell.recompute
         if kind not in models:
-            models[kind] = LaidOut(lay_out(cell, mesh), mesh)
+            models[kind] = LaidOut(cell)
         found.append(run_cell(cell, models[kind]))
     return found
 
 
 class LaidOut:
-    """A model in its layout, and what it started from."""
+    """A cell's model, built on meta and laid out, and what it started from."""
 
-    def __init__(self, model: nn.Module, mesh: Any) -> None:
-        self.model, self.mesh = model, mesh
-        self.shards = {n: p.detach().clone() for n, p in model.named_parameters()}
+    def __init__(self, cell: Cell, device: str = "cpu", **options: Any) -> None:
+        model = build_model(cell.row, device="meta").to(DTYPES[cell.dtype])
+        options = {"activation_checkpoint": cell.recompute, **cell.row.options, **options}
+        options["precision"] = "bf16" if cell.dtype == "bf16" else "fp32"
+        sizes = {"dp_shard": 1, **cell.row.sizes}
+        state = lay_out(model, sizes, BUILDERS["sgd"], device, **options)
+        self.model, self.mesh = state.model, state.mesh
+        if cell.row.routed:
+            prefer(self.model)
+        self.shards = {n: p.detach().clone() for n, p in self.model.named_parameters()}
         self.start = self.send(self.shards)
-        self.balance = {n: b.clone() for n, b in model.named_buffers()}
+        self.balance = {n: b.clone() for n, b in self.model.named_buffers()}
 
-    def state(self, optimizer: str) -> fk.TrainState:
+    def state(self, optimizer: Any) -> fk.TrainState:
         """A state at step 0, from the same parameters each time."""
+        named = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                parameter.copy_(self.shards[name])
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(self.balance[name])
-        return fk.TrainState.create(self.model, BUILDERS[optimizer](self.model), mesh=self.mesh)
+            for name, tensor in (self.shards | self.balance).items():
+                named[name].copy_(tensor)
+        build = BUILDERS.get(optimizer, optimizer)
+        return fk.TrainState.create(self.model, build(self.model), mesh=self.mesh)
 
     def send(self, tensors: Mapping[str, Tensor], factor: Any = 1) -> dict[str, Tensor]:
         """Whole tensors, times a factor."""
@@ -79,17 +72,6 @@ class LaidOut:
 
     def send_parameters(self) -> dict[str, Tensor]:
         return self.send(dict(self.model.named_parameters()))
-
-
-def lay_out(cell: Cell, mesh: Any, **options: Any) -> nn.Module:
-    """Build a cell's model on meta and lay it out."""
-    model = build_model(cell.row, device="meta").to(DTYPES[cell.dtype])
-    options = {"activation_checkpoint": cell.recompute, **cell.row.options, **options}
-    precision = "bf16" if cell.dtype == "bf16" else "fp32"
-    model = fk.parallelize(model, mesh, precision=precision, **options)
-    if cell.row.routed:
-        prefer(model)
-    return model
 
 
 def own_batches(cell: Cell, mesh: Any, step: int) -> list[Any]:

@@ -15,16 +15,6 @@ from torch import Tensor, nn
 
 from forgekit.model.moe import Dispatch, MoE, dispatch_local
 
-__all__ = [
-    "Chosen",
-    "Routed",
-    "balance_of",
-    "compute_densely",
-    "follow",
-    "gradients_with_terms",
-    "group_of",
-]
-
 EXPERTS = 4
 CHOSEN = 2
 
@@ -70,7 +60,7 @@ class Routed(nn.Module):
 
 
 class Dense(nn.Module):
-    """The library's layer by its formulas: softmax, renormalised, no groups, no capacity."""
+    """The library's layer by its formulas: every expert computes every token, with a weight."""
 
     def __init__(self, layer: MoE) -> None:
         super().__init__()
@@ -83,27 +73,58 @@ class Dense(nn.Module):
         self.terms: list[Tensor] = []
         self.counts = torch.zeros(self.spec.experts, dtype=torch.float64)
         self.sums = torch.zeros(2, dtype=torch.float64)
+        self.kept = 0
 
     def forward(self, x: Tensor, routing: Any) -> Tensor:
         """``[b s d]`` -> ``[b s d]``; keeps the terms and the counts."""
-        logits = x @ self.router.weight.T
-        scores = logits.softmax(-1)
-        chosen = (scores + self.router.selection_bias).topk(self.spec.top_k).indices
-        hits = F.one_hot(chosen, self.spec.experts).sum(2).to(x.dtype)
+        spec, logits = self.spec, x @ self.router.weight.T
+        scores = logits.softmax(-1) if spec.router == "softmax" else logits.sigmoid()
+        hits = F.one_hot(self._choose(scores.detach()), spec.experts).sum(2).to(x.dtype)
         if routing.is_token is not None:
             hits = hits * routing.is_token.unsqueeze(-1)
-        self._note(logits, scores, hits, routing.targets)
-        own = scores * hits
-        gates = self.spec.scale * own / own.sum(-1, keepdim=True).clamp(min=1e-9)
+        where = routing.is_token if routing.targets is None else routing.targets
+        self._note(logits, scores, hits, torch.ones_like(hits[..., 0]) if where is None else where)
+        gates = scores * hits
+        if spec.renormalize:
+            gates = gates / gates.sum(-1, keepdim=True).clamp(min=1e-9)
+        # Tokens queue at an expert in their order; those behind its last seat go without it.
+        capacity = spec.experts if spec.capacity is None else spec.capacity
+        seats = (capacity * hits.sum() / spec.experts).ceil()
+        is_seated = hits.flatten(0, 1).cumsum(0).view_as(hits) <= seats
+        self.kept += int((hits * is_seated).sum())
+        gates = spec.scale * gates * is_seated
         gate, up, down = self.experts.gate, self.experts.up, self.experts.down
         inner = F.silu(torch.einsum("bsd,efd->bsef", x, gate))
         inner = inner * torch.einsum("bsd,efd->bsef", x, up)
-        return torch.einsum("bsef,edf,bse->bsd", inner, down, gates) + self.shared(x)
+        out = torch.einsum("bsef,edf,bse->bsd", inner, down, gates)
+        return out if self.shared is None else out + self._share(x)
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """``[b s k]`` experts of ``[b s e]`` scores, which are equal for no two."""
+        spec, bias = self.spec, self.router.selection_bias
+        if spec.force_balance:
+            turns = torch.arange(scores[..., 0].numel()).view(scores.shape[:2]).unsqueeze(-1)
+            return (turns * spec.top_k + torch.arange(spec.top_k)) % spec.experts
+        scores = scores if bias is None else scores + bias
+        if spec.groups:
+            members = scores.unflatten(-1, (spec.groups, -1))
+            best = members.sort(-1, descending=True).values[..., : 1 + (spec.router == "sigmoid")]
+            places = best.sum(-1).argsort(-1, descending=True).argsort(-1)
+            is_out = (places >= spec.top_groups).unsqueeze(-1)
+            scores = members.masked_fill(is_out, float("-inf")).flatten(-2)
+        return scores.argsort(-1, descending=True)[..., : spec.top_k]
+
+    def _share(self, x: Tensor) -> Tensor:
+        """The sum of the shared experts, one by one."""
+        weights = (self.shared.gate.weight, self.shared.up.weight, self.shared.down.weight.T)
+        parts = zip(*(w.chunk(self.spec.shared) for w in weights), strict=True)
+        return sum((F.silu(x @ gate.T) * (x @ up.T)) @ down for gate, up, down in parts)
 
     def _note(self, logits: Tensor, scores: Tensor, hits: Tensor, targets: Tensor) -> None:
         spec, rows = self.spec, hits.sum(1, keepdim=True)
         self.counts += hits.sum((0, 1))
         rows = rows / rows.sum(-1, keepdim=True).clamp(min=1)
+        scores, targets = scores / scores.sum(-1, keepdim=True), targets.bool()
         aux = spec.experts * (self.router.load.double() * scores).sum(-1)
         z = logits.logsumexp(-1).square()
         value = spec.aux_loss * aux + spec.z_loss * z
@@ -163,12 +184,6 @@ def follow(model: nn.Module) -> None:
 def balance_of(model: nn.Module) -> dict[str, list[float]]:
     """Loads and biases by name."""
     return {name: buffer.tolist() for name, buffer in model.named_buffers()}
-
-
-def group_of(name: str) -> str:
-    """Whether a parameter is of a router, of shared experts, of experts, or of no such layer."""
-    kinds = ("router", "shared", "experts")
-    return next((kind for kind in kinds if f".feed_forward.{kind}." in name), "dense")
 
 
 def compute_densely(model: nn.Module) -> None:

@@ -11,24 +11,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
-
-__all__ = [
-    "FACTORS",
-    "LAYOUTS",
-    "ROUTED",
-    "Cell",
-    "Row",
-    "default_cells",
-    "factors_of",
-    "full_cells",
-    "routed_cells",
-    "routed_default",
-    "some_cells",
-]
 
 
 @attrs.frozen(eq=False)
@@ -76,19 +62,19 @@ SINGLE = ("gpipe", "1f1b")
 
 def _pipeline(ranks: int, schedule: str) -> Row:
     fewest = {"1f1b": ranks, "dualpipev": 2 * ranks}.get(schedule, 1)
-    return Row(
-        {"pp": ranks},
-        micros=(fewest, max(2 * ranks, fewest + 1)),
-        options={"pipeline_schedule": schedule},
-        layers=ranks if schedule in SINGLE else 2 * ranks,
-    )
+    micros, options = (fewest, max(2 * ranks, fewest + 1)), {"pipeline_schedule": schedule}
+    return Row({"pp": ranks}, micros, options, layers=ranks * (1 if schedule in SINGLE else 2))
 
 
-def _context(method: str) -> dict[str, str]:
-    return {"context_parallel": method}
+def _context(ranks: int, method: str) -> Row:
+    return Row({"cp": ranks}, options={"context_parallel": method})
 
 
-EXPERTS_PLAN = {"layers.*.feed_forward.experts": "expert"}
+def _experts(ranks: int) -> Row:
+    plan = {"layers.*.feed_forward.experts": "expert"}
+    return Row({"dp_shard": ranks, "ep": 2}, options={"plan": plan}, experts=True)
+
+
 LAYOUTS: dict[str, Row] = {
     "ddp2": Row({"dp_replicate": 2}),
     "fsdp2": Row({"dp_shard": 2}),
@@ -96,9 +82,9 @@ LAYOUTS: dict[str, Row] = {
     "hsdp2x2": Row({"dp_replicate": 2, "dp_shard": 2}),
     "tp2": Row({"tp": 2}),
     "tp2-fsdp2": Row({"dp_shard": 2, "tp": 2}),
-    "cp2-ring": Row({"cp": 2}, options=_context("ring")),
-    "cp2-ulysses": Row({"cp": 2}, options=_context("ulysses")),
-    "cp4-both": Row({"cp": 4}, options=_context("both")),
+    "cp2-ring": _context(2, "ring"),
+    "cp2-ulysses": _context(2, "ulysses"),
+    "cp4-both": _context(4, "both"),
     **{f"pp2-{name}": _pipeline(2, name) for name in SCHEDULES},
     **{f"pp4-{name}": _pipeline(4, name) for name in SCHEDULES},
     "pp2-fsdp2": Row({"pp": 2, "dp_shard": 2}, (2, 3)),
@@ -106,8 +92,8 @@ LAYOUTS: dict[str, Row] = {
     "pp2-cp2": Row({"pp": 2, "cp": 2}, (2, 3)),
     "fsdp2-tp2-cp2": Row({"dp_shard": 2, "cp": 2, "tp": 2}),
     "fsdp2-tp2-pp2": Row({"pp": 2, "dp_shard": 2, "tp": 2}, (2, 3)),
-    "ep2": Row({"dp_shard": 2, "ep": 2}, options={"plan": EXPERTS_PLAN}, experts=True),
-    "ep2-fsdp2": Row({"dp_shard": 4, "ep": 2}, options={"plan": EXPERTS_PLAN}, experts=True),
+    "ep2": _experts(2),
+    "ep2-fsdp2": _experts(4),
 }
 
 BROAD = ("fsdp2-tp2-cp2", "fsdp2-tp2-pp2")
@@ -125,11 +111,9 @@ def _routed(sizes: Mapping[str, int], micros: tuple[int, int] = (1, 3), **option
 
 
 def _schedule(name: str) -> Row:
-    return _routed({"pp": 2}, ROUTED_MICROS.get(name, (1, 3)), pipeline_schedule=name)
+    micros = {"1f1b": (2, 3), "dualpipev": (4, 5)}.get(name, (1, 3))  # some cannot run a single one
+    return _routed({"pp": 2}, micros, pipeline_schedule=name)
 
-
-ROUTED_MICROS = {"1f1b": (2, 3), "dualpipev": (4, 5)}
-"""Where a schedule cannot run a single micro-batch."""
 
 ROUTED: dict[str, Row] = {
     "moe-fsdp2": _routed({"dp_shard": 2}),
@@ -205,40 +189,32 @@ def default_cells() -> list[Cell]:
 
 def some_cells(layout: str) -> list[Cell]:
     """The fewest cells of a layout in which each value of each factor occurs."""
-    rows = _covering(factors_of(layout), seed=0)
-    return [Cell(layout, **row) for row in rows]
+    return [Cell(layout, *row) for row in _covering(LAYOUTS[layout], seed=0)]
 
 
-def _covering(factors: Mapping[str, Sequence[Any]], seed: int) -> list[dict[str, Any]]:
+def _covering(row: Row, seed: int) -> list[tuple[Any, ...]]:
     """The fewest rows in which each value of each factor occurs."""
-    generator, count = random.Random(seed), max(map(len, factors.values()))
-    columns = [
-        generator.sample([values[i % len(values)] for i in range(count)], count)
-        for values in factors.values()
-    ]
-    return [dict(zip(factors, row, strict=True)) for row in zip(*columns, strict=True)]
+    factors = (row.micros, *FACTORS.values())
+    generator, count = random.Random(seed), max(map(len, factors))
+    columns = ([values[i % len(values)] for i in range(count)] for values in factors)
+    return list(zip(*(generator.sample(column, count) for column in columns), strict=True))
 
 
-def _product(factors: Mapping[str, Sequence[Any]]) -> itertools.product[tuple[Any, ...]]:
-    return itertools.product(*factors.values())
-
-
-def full_cells(layouts: Sequence[str]) -> list[Cell]:
+def full_cells() -> list[Cell]:
     """Every combination in float32."""
-    return [Cell(layout, *values) for layout in layouts for values in _product(factors_of(layout))]
+    return [
+        Cell(layout, *values)
+        for layout, row in LAYOUTS.items()
+        for values in itertools.product(row.micros, *FACTORS.values())
+    ]
 
 
-def factors_of(layout: str) -> dict[str, tuple[Any, ...]]:
-    """What varies inside a layout."""
-    return {"micros": (LAYOUTS | ROUTED)[layout].micros, **FACTORS}
-
-
-def routed_cells(layouts: Sequence[str], steps: int = 5) -> list[Cell]:
+def routed_cells() -> list[Cell]:
     """The fewest cells of each layout with experts in which each value of each factor occurs."""
     return [
-        Cell(layout, **row, dtype="fp64", steps=steps)
-        for index, layout in enumerate(layouts)
-        for row in _covering(factors_of(layout), seed=index)
+        Cell(layout, *values, dtype="fp64")
+        for index, (layout, row) in enumerate(ROUTED.items())
+        for values in _covering(row, seed=index)
     ]
 
 

@@ -14,8 +14,6 @@ from torch import nn
 import forgekit as fk
 from forgekit.model.moe import MoE
 
-__all__ = ["BUILDERS", "LOSSES", "MAX_NORM", "MOE", "SCHEDULES", "build_model", "prefer", "spec_of"]
-
 MAX_NORM = 0.25
 """Below the norm of every gradient of the table, so that clipping bites."""
 SCHEDULES = {
@@ -24,36 +22,16 @@ SCHEDULES = {
 }
 
 
-MOE = fk.MoESpec(
-    experts=8,
-    top_k=2,
-    ffn_dim=16,
-    shared=1,
-    first=1,
-    every=2,
-    scale=1.7,
-    aux_loss=0.3,
-    z_loss=0.05,
-    sequence_aux_loss=0.2,
-    bias_rate=0.02,
-)
+TERMS = {"aux_loss": 0.3, "z_loss": 0.05, "sequence_aux_loss": 0.2, "bias_rate": 0.02}
+MOE = fk.MoESpec(experts=8, top_k=2, ffn_dim=16, shared=1, first=1, every=2, scale=1.7, **TERMS)
 
 
 def spec_of(row: Row, **changes: Any) -> fk.TransformerSpec:
     """Sizes that every layout of the table divides."""
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "dim": 32,
-        "layers": row.layers,
-        "heads": 4,
-        "kv_heads": 2,
-        "ffn_dim": 48,
-        "max_seq_len": 24,
-        "qk_norm": True,
-        "qkv_bias": True,
-        "moe": MOE if row.routed else None,
-    }
-    return fk.TransformerSpec(**sizes | changes)
+    sizes = {"dim": 32, "layers": row.layers, "heads": 4, "kv_heads": 2, "ffn_dim": 48}
+    more = {"max_seq_len": 24, "qk_norm": True, "qkv_bias": True, **changes}
+    moe = MOE if row.routed else None
+    return fk.TransformerSpec(**{"vocab_size": VOCABULARY, "moe": moe, **sizes, **more})
 
 
 def build_model(row: Row, device: str = "cpu") -> nn.Module:

@@ -53,9 +53,9 @@ def page() -> str:
         routed_default,
     )
 
-    dense = _marks(COLUMNS, list(LAYOUTS), default_cells(), full_cells(list(LAYOUTS)))
+    dense = _marks(COLUMNS, list(LAYOUTS), default_cells(), full_cells())
     columns = {name: shows for name, shows in COLUMNS.items() if name not in ("fp32", "bf16")}
-    routed = _marks(columns, list(ROUTED), routed_default(), routed_cells(list(ROUTED)))
+    routed = _marks(columns, list(ROUTED), routed_default(), routed_cells())
     parts = [
         ("Dense models", _table("layout", list(COLUMNS), dense)),
         ("Mixtures of experts", _table("layout", list(columns), routed)),
@@ -81,18 +81,15 @@ def _marks(
 
 def _adapters() -> str:
     """LoRA on dense models and experts, and on a base in 4 bits."""
-    from distributed import test_adapters, test_packed
+    from distributed.test_adapters import CASES, LONG, ranks_of
 
     columns = ["dense", "experts", "base in 4 bits"]
     kinds = {"experts": 1, "uneven": 1, "packed": 2}
-    modules = (test_adapters, test_packed)
-    cases = [(case, "●") for module in modules for case in module.CASES.values()]
-    cases += [(case, "○") for module in modules for case in module.LONG.values()]
     rows: dict[tuple[int, str], list[str]] = {}
-    for (kind, sizes, _), sign in cases:
-        name = " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-        row = rows.setdefault((test_adapters.ranks_of(sizes), name), [""] * len(columns))
-        row[kinds.get(kind, 0)] = row[kinds.get(kind, 0)] or sign
+    for case, (kind, sizes, _) in CASES.items():
+        name = " ".join(f"{name}={size}" for name, size in sizes.items())
+        row = rows.setdefault((ranks_of(sizes), name), [""] * len(columns))
+        row[kinds.get(kind, 0)] = row[kinds.get(kind, 0)] or ("○" if case in LONG else "●")
     return _table("layout", columns, {name: rows[ranks, name] for ranks, name in sorted(rows)})
 
 

@@ -18,8 +18,6 @@ from lab import reference_gradients
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-__all__ = ["Expected", "expect"]
-
 ALL = LAYOUTS | ROUTED
 
 
@@ -29,8 +27,9 @@ class Training:
 
     Attributes:
         balance: Loads and biases of routers after them, by name.
-        gradients: Of the first step.
-        chosen: What was chosen in it.
+        gradients: Of the token-mean loss of the first step's global batch.
+        counts: How often each expert was chosen in the first step, by layer.
+        metrics: Of routers in the first step.
     """
 
     parameters: dict[str, Tensor]
@@ -38,7 +37,8 @@ class Training:
     norms: list[float]
     balance: dict[str, list[float]]
     gradients: dict[str, Tensor]
-    chosen: Chosen
+    counts: list[list[float]]
+    metrics: dict[str, float]
 
 
 @attrs.frozen
@@ -47,21 +47,15 @@ class Expected:
 
     Attributes:
         start: Parameters before the first step, float32.
-        gradients: Of the token-mean loss of the first step's global batch.
         training: By optimizer.
         targets: Targets of each step.
         rows: Rows of each step.
-        counts: How often each expert was chosen in the first step, by layer.
-        metrics: Of routers in the first step.
     """
 
     start: dict[str, Tensor]
-    gradients: dict[str, Tensor]
     training: dict[str, Training]
     targets: list[int]
     rows: list[int]
-    counts: list[list[float]]
-    metrics: dict[str, float]
 
 
 def expect(cell: Cell) -> Expected:
@@ -87,8 +81,7 @@ def _expect(layout: str, micros: int, targets: str, packed: bool, count: int) ->
     training = {name: _train(row, steps, name) for name in BUILDERS}
     counts = [sum(int((b["labels"] != -100).sum()) for b in batches) for batches in steps]
     rows = [sum(b.shape[0] for b in batches) for batches in steps]
-    first = training["sgd"]
-    return Expected(start, first.gradients, training, counts, rows, *first.chosen)
+    return Expected(start, training, counts, rows)
 
 
 def _model(row: Row) -> nn.Module:
@@ -100,11 +93,11 @@ def _model(row: Row) -> nn.Module:
 def _train(row: Row, steps: list[list[TensorDict]], name: str) -> Training:
     model = _model(row).double()
     optimizer = BUILDERS[name](model, fused=False)
-    losses, norms, first = [], [], ({}, ([], {}))
+    losses, norms, first = [], [], ({}, [], {})
     for step, batches in enumerate(steps):
         gradients, loss, chosen = _gradients(model, batches)
         if step == 0:
-            first = {name: gradient.clone() for name, gradient in gradients.items()}, chosen
+            first = {name: gradient.clone() for name, gradient in gradients.items()}, *chosen
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)))
         losses.append(float(loss))
         assert norms[-1] > MAX_NORM, "clipping has to bite"

@@ -39,13 +39,8 @@ def _row(layout: str) -> str:
             bound = bounds.gradients if what == "gradients" else bounds.parameters
             key = cell.dtype, what
             worst[key] = max(worst.get(key, 0.0), ratio * bound)
-    shown = [
-        worst["fp32", "gradients"],
-        worst["fp32", "sgd parameters"],
-        worst["fp32", "adamw parameters"],
-        worst["fp64", "gradients"],
-    ]
-    numbers = " | ".join(f"{error:.0e}" for error in shown)
+    shown = [("fp32", what) for what in ("gradients", "sgd parameters", "adamw parameters")]
+    numbers = " | ".join(f"{worst[key]:.0e}" for key in (*shown, ("fp64", "gradients")))
     return f"| `{layout}` | {LAYOUTS[layout].world} | {len(cells)} | {numbers} |\n"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from covering import first_of
-from distributed.cells import LaidOut, lay_out, merge, own_batches
+from distributed.cells import LaidOut, merge, own_batches
 from distributed.matrix import LAYOUTS, Cell
 from distributed.models import logits_loss
 from pool import run_again
@@ -41,10 +41,8 @@ OPTIMIZERS = {"adamw": fk.adamw, "chain": chained}
 
 def _state(layout, seed, optimizer):
     cell = Cell(layout, LAYOUTS[layout].micros[0], "ragged", False, "none", "logits")
-    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **cell.row.sizes}), device="cpu")
-    laid_out = LaidOut(lay_out(cell, mesh, seed=seed), mesh)
-    built = OPTIMIZERS[optimizer](laid_out.model)
-    return cell, laid_out, fk.TrainState.create(laid_out.model, built, mesh=mesh)
+    laid_out = LaidOut(cell, seed=seed)
+    return cell, laid_out, laid_out.state(OPTIMIZERS[optimizer])
 
 
 def _contents(laid_out, state):

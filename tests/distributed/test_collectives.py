@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from covering import some_of
-from distributed.cells import lay_out, own_batches
+from distributed.cells import LaidOut, own_batches
 from distributed.matrix import LAYOUTS, SINGLE, Cell, Row
 from distributed.models import logits_loss
 from pool import run_again
@@ -28,14 +28,12 @@ def _count(rank, world, layout):
     The first learns shapes and names.
     """
     cell = _cell(layout)
-    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **cell.row.sizes}), device="cpu")
-    model = lay_out(cell, mesh)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    state = LaidOut(cell).state(fk.adamw)
     loss_fn = fk.losses_by_source(logits_loss, ("code", "prose"))
     step = fk.make_step(loss_fn, schedule=fk.constant(0.01), spikes=fk.SpikeLimit())
     counted = []
     for index in range(3):
-        batches = own_batches(cell, mesh, index)
+        batches = own_batches(cell, state.mesh, index)
         for batch in batches:
             batch["source"] = torch.arange(len(batch)) % 2
         with StepWatch() as watch:

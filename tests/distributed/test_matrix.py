@@ -28,8 +28,8 @@ def test_each_dimension_meets_each_value_of_each_factor(dimension):
 
 
 def test_the_full_product_holds_every_combination():
-    assert len(full_cells(list(LAYOUTS))) == len(LAYOUTS) * 2 * 2 * 2 * 3 * 2
-    assert {cell.layout for cell in routed_cells(list(ROUTED))} == ROUTED.keys()
+    assert len(full_cells()) == len(LAYOUTS) * 2 * 2 * 2 * 3 * 2
+    assert {cell.layout for cell in routed_cells()} == ROUTED.keys()
 
 
 def test_the_page_of_what_is_proven_where_is_that_of_the_tables():

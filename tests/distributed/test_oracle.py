@@ -15,8 +15,6 @@ import pytest
 from distributed.cells import Found, merge, run_layout
 from distributed.compare import check
 from distributed.matrix import (
-    LAYOUTS,
-    ROUTED,
     Cell,
     default_cells,
     full_cells,
@@ -65,7 +63,7 @@ def test_a_layout_finds_what_one_process_finds(cell, found):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("cell", full_cells(list(LAYOUTS)), ids=str)
+@pytest.mark.parametrize("cell", full_cells(), ids=str)
 def test_the_full_product(cell, found):
     check(cell, found(cell))
 
@@ -77,6 +75,6 @@ def test_a_layout_with_experts_finds_what_one_process_finds(cell, found):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("cell", routed_cells(list(ROUTED)), ids=str)
+@pytest.mark.parametrize("cell", routed_cells(), ids=str)
 def test_every_layout_with_experts_finds_what_one_process_finds(cell, found):
     check(cell, found(cell))

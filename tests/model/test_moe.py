@@ -1,4 +1,4 @@
-"""Experts against loops over tokens in float64: values, and the gradient of every parameter."""
+"""Experts against formulas in float64: values, and the gradient of every parameter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from distributed.experts import Dense
 from lab import full_tensors, relative_error
 
 import forgekit as fk
@@ -21,28 +22,18 @@ from forgekit.parallel.activation_checkpoint import recompute
 
 DIM, ROWS, POSITIONS = 16, 3, 7
 SPEC = fk.MoESpec(experts=6, top_k=2, ffn_dim=8, shared=0, scale=1.7)
+GROUPS = {"groups": 3, "top_groups": 2}
+TERMS = {"aux_loss": 0.3, "z_loss": 0.2, "sequence_aux_loss": 0.4}
+SEATS = {"shared": 2, "capacity": 1.1}
 KINDS = {
     "softmax": {},
     "sigmoid": {"router": "sigmoid", "top_k": 3},
-    "groups": {"groups": 3, "top_groups": 2, "top_k": 3, "renormalize": False},
-    "sigmoid groups and bias": {
-        "router": "sigmoid",
-        "groups": 3,
-        "top_groups": 2,
-        "selection_bias": True,
-    },
+    "groups": {**GROUPS, "top_k": 3, "renormalize": False},
+    "sigmoid groups and bias": {"router": "sigmoid", "selection_bias": True, **GROUPS},
     "shared": {"shared": 3},
     "capacity": {"capacity": 0.8},
     "turns": {"force_balance": True, "top_k": 4},
-    "all terms": {
-        "router": "sigmoid",
-        "aux_loss": 0.3,
-        "z_loss": 0.2,
-        "sequence_aux_loss": 0.4,
-        "capacity": 1.1,
-        "selection_bias": True,
-        "shared": 2,
-    },
+    "all terms": {"router": "sigmoid", "selection_bias": True, **TERMS, **SEATS},
 }
 MASKS = ("all", "padding", "padding and targets")
 
@@ -75,112 +66,31 @@ def inputs(mask="all", dtype=torch.float64, dim=DIM):
     return x, is_token, targets
 
 
-# The reference
-
-
-def swiglu(x, gate, up, down):
-    return down @ (F.silu(gate @ x) * (up @ x))
-
-
-def scores_of(layer, x):
-    logits = layer.router.weight @ x
-    return logits, logits.softmax(0) if layer.spec.router == "softmax" else logits.sigmoid()
-
-
-def chosen(layer, scores, turn):
-    """The experts of one token, best first."""
-    spec, bias = layer.spec, layer.router.selection_bias
-    if spec.force_balance:
-        return [(turn * spec.top_k + i) % spec.experts for i in range(spec.top_k)]
-    values = [
-        float(s) + (0.0 if bias is None else float(bias[i])) for i, s in enumerate(scores.detach())
-    ]
-    allowed = set(range(spec.experts))
-    if spec.groups:
-        each = spec.experts // spec.groups
-        members = [range(g * each, (g + 1) * each) for g in range(spec.groups)]
-        best = 2 if spec.router == "sigmoid" else 1
-        worth = [sum(sorted((values[i] for i in m), reverse=True)[:best]) for m in members]
-        groups = sorted(range(spec.groups), key=lambda g: -worth[g])[: spec.top_groups]
-        allowed = {i for g in groups for i in members[g]}
-    return sorted(allowed, key=lambda i: -values[i])[: spec.top_k]
-
-
-def reference(layer, x, is_token=None, targets=None):
-    """Output, weighted term, counts and computed choices, by loops over tokens."""
-    spec, p = layer.spec, dict(layer.named_parameters())
-    out, term = torch.zeros_like(x), torch.zeros((), dtype=torch.float64)
-    is_token = torch.ones(ROWS, POSITIONS, dtype=torch.bool) if is_token is None else is_token
-    targets = is_token if targets is None else targets
-    counts = torch.zeros(ROWS, spec.experts, dtype=torch.float64)
-    picks = {}
-    for b in range(ROWS):
-        for s in range(POSITIONS):
-            if is_token[b, s]:
-                turn = b * POSITIONS + s
-                picks[b, s] = chosen(layer, scores_of(layer, x[b, s])[1], turn)
-                for i in picks[b, s]:
-                    counts[b, i] += 1
-    room = math.inf if spec.capacity is None else spec.capacity * counts.sum() / spec.experts
-    taken = [0] * spec.experts
-    for b in range(ROWS):
-        for s in range(POSITIONS):
-            logits, scores = scores_of(layer, x[b, s])
-            if spec.shared:
-                shared = [p[f"shared.{name}.weight"] for name in ("gate", "up", "down")]
-                width = spec.ffn_dim  # the n shared experts one by one
-                for n in range(spec.shared):
-                    part = slice(n * width, (n + 1) * width)
-                    gate, up, down = shared[0][part], shared[1][part], shared[2][:, part]
-                    out[b, s] = out[b, s] + swiglu(x[b, s], gate, up, down)
-            weights = scores[picks.get((b, s), [])]
-            if spec.renormalize:
-                weights = weights / weights.sum()
-            for i, weight in zip(picks.get((b, s), []), weights, strict=True):
-                taken[i] += 1
-                if taken[i] <= math.ceil(room) if math.isfinite(room) else True:
-                    experts = [p[f"experts.{name}"][i] for name in ("gate", "up", "down")]
-                    out[b, s] = out[b, s] + spec.scale * weight * swiglu(x[b, s], *experts)
-            if targets[b, s]:
-                normal = scores / scores.sum()
-                shares = counts[b] / counts[b].sum()
-                load = layer.router.load.double()
-                term = term + spec.aux_loss * spec.experts * (load * normal).sum()
-                term = term + spec.sequence_aux_loss * spec.experts * (shares * normal).sum()
-                term = term + spec.z_loss * logits.logsumexp(0).square()
-    kept = sum(min(n, room if math.isinf(room) else math.ceil(room)) for n in taken)
-    return out, term, counts.sum(0), kept
-
-
 def gradients(layer, x, value):
-    layer.zero_grad()
-    found = torch.autograd.grad(value, [x, *layer.parameters()], allow_unused=True)
-    names = ["x", *(name for name, _ in layer.named_parameters())]
-    given = [x, *layer.parameters()]
-    return {
-        name: torch.zeros_like(t) if g is None else g
-        for name, t, g in zip(names, given, found, strict=True)
-    }
+    given = {"x": x, **dict(layer.named_parameters())}
+    found = torch.autograd.grad(value, [*given.values()], materialize_grads=True)
+    return dict(zip(given, found, strict=True))
 
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_gradients_equal_a_loop_over_tokens(kind, mask):
+def test_values_and_gradients_are_those_of_experts_that_compute_every_token(kind, mask):
     layer = build(**KINDS[kind])
+    dense = Dense(layer)
     x, is_token, targets = inputs(mask)
     x.requires_grad_()
     direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).double()
-    expected, term, counts, kept = reference(layer, x, is_token, targets)
-    wanted = gradients(layer, x, (expected * direction).sum() + term)
+    expected = dense(x, Routing(is_token=is_token, targets=targets))
+    wanted = gradients(layer, x, (expected * direction).sum() + sum(dense.terms))
     routing = Routing(scale=0.125, is_token=is_token, targets=targets)
     out = layer(x, routing)
     assert torch.allclose(out, expected, rtol=1e-12, atol=1e-12)
     found = gradients(layer, x, 0.125 * (out * direction).sum())
     assert relative_error({n: g / 0.125 for n, g in found.items()}, wanted) < 1e-12
     note = routing.notes["layer"]
-    assert note["counts"].tolist() == counts.tolist()
-    assert int(note["kept"]) == kept
-    assert (kept < counts.sum()) == (layer.spec.capacity is not None)
+    assert note["counts"].tolist() == dense.counts.tolist()
+    assert int(note["kept"]) == dense.kept
+    assert (dense.kept < dense.counts.sum()) == (layer.spec.capacity is not None)
 
 
 # Grouped products
@@ -295,23 +205,15 @@ def test_routers_compute_in_float32_under_autocast_and_in_16_bits():
 def test_rates_are_functions_of_step_and_total():
     assert linear_rate(0.1, warmup=4)(9, None) == 0.1
     assert [cosine_rate(0.2)(step, 8) for step in (0, 8)] == pytest.approx([0.2, 0.0])
-    assert attrs.evolve(SPEC, bias_rate=0.3).rate(5, None) == 0.3
-    assert attrs.evolve(SPEC, bias_rate=lambda step, total: step / total).rate(2, 8) == 0.25
-    assert SPEC.rate(5, None) == 0.0
+    assert [rate(0.3), rate(lambda step, total: step / total), SPEC.rate(5, None)] == [0.3, 0.25, 0]
 
 
 # The model
 
 
+TINY_MOE = attrs.evolve(SPEC, shared=1, first=1, every=2, selection_bias=True)
 TINY = fk.TransformerSpec(
-    vocab_size=19,
-    dim=16,
-    layers=4,
-    heads=2,
-    kv_heads=1,
-    ffn_dim=24,
-    max_seq_len=8,
-    moe=attrs.evolve(SPEC, shared=1, first=1, every=2, selection_bias=True),
+    vocab_size=19, dim=16, layers=4, heads=2, kv_heads=1, ffn_dim=24, max_seq_len=8, moe=TINY_MOE
 )
 IDS = torch.randint(0, 19, (2, 6), generator=torch.Generator().manual_seed(0))
 LAYERS = ["layers.1.feed_forward", "layers.3.feed_forward"]
@@ -380,9 +282,11 @@ def replayed(first, *second):
 
 
 def dense():
-    model = fk.Transformer(attrs.evolve(TINY, moe=None))
-    assert model(IDS, targets=IDS > 3).shape == (2, 6, 19)
-    return model
+    return fk.Transformer(attrs.evolve(TINY, moe=None))
+
+
+def rate(bias_rate):
+    return attrs.evolve(SPEC, bias_rate=bias_rate).rate(2, 8)
 
 
 REFUSED = {
@@ -396,9 +300,7 @@ REFUSED = {
     "^groups is 3 and top_groups None; give both": lambda: attrs.evolve(SPEC, groups=3),
     "^top_k 3 is above the 2 exp": lambda: attrs.evolve(SPEC, groups=3, top_groups=1, top_k=3),
     r"^moe\.first is 4, but layers 4: no block": lambda: tiny(first=4),
-    "^bias_rate is -2; it must be": lambda: attrs.evolve(SPEC, bias_rate=lambda n, _: -n).rate(
-        2, 0
-    ),
+    "^bias_rate is -2; it must be": lambda: rate(lambda step, _: -step),
     r"pass make_step\(\.\.\., total=steps\)": lambda: cosine_rate(0.1)(3, None),
 }
 

@@ -6,10 +6,9 @@ import warnings
 from functools import partial
 from unittest.mock import patch
 
-import packed
 import pytest
 import torch
-from adapted import batches_of, loss_fn, move
+from adapted import PACKED, batches_of, build, loss_fn, move, packed_of, rounded
 from lab import alone, mean_gradients, relative_error, run_with_torchao
 from torch import nn
 
@@ -46,16 +45,16 @@ def test_packed_values_are_those_of_torchao():
 def test_a_matrix_is_rounded_to_sixteen_levels_of_its_blocks():
     weight = torch.randn(96, 512, generator=torch.Generator().manual_seed(1))
     found = unpack(pack(weight), (96, 512), torch.float32)
-    assert torch.allclose(found, packed.rounded(weight), rtol=0, atol=1e-6)
+    assert torch.allclose(found, rounded(weight), rtol=0, atol=1e-6)
     assert float((found - weight).norm() / weight.norm()) == pytest.approx(0.092, abs=0.002)
     assert len(found[0, :64].unique()) <= 16
     assert pack(weight.to("meta")).shape == pack(weight).shape
 
 
 def test_a_base_takes_a_quarter_of_16_bits_and_backward_keeps_no_unpacked_weight():
-    model = fk.Transformer(packed.SPEC).bfloat16()
+    model = fk.Transformer(PACKED).bfloat16()
     fk.add_lora(model, rank=1, targets=("*.attention.*", "*.gate", "*.up", "*.down"), base="nf4")
-    held = packed.packed_of(model).values()
+    held = packed_of(model).values()
     values = sum(16_384 * len(p) for p in held)
     assert values == 2 * (4 * 128 * 128 + 3 * 384 * 128)
     assert 0.25 < sum(p.nbytes for p in held) / (2 * values) < 0.261
@@ -81,7 +80,7 @@ def test_a_base_takes_a_quarter_of_16_bits_and_backward_keeps_no_unpacked_weight
 def test_compiled_blocks_have_the_gradient_of_plain_ones(backend):
     def gradients(**options):
         mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
-        model = fk.parallelize(move(packed.build(torch.float32)), mesh, **options)
+        model = fk.parallelize(move(build("packed", torch.float32)), mesh, **options)
         state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
         return mean_gradients(state, [row[0] for row in batches_of(1)], loss_fn)
 
@@ -101,19 +100,19 @@ def test_compiled_blocks_have_the_gradient_of_plain_ones(backend):
 
 
 def test_published_weights_are_packed_as_they_are_read_and_what_is_merged_is_exported(tmp_path):
-    source = fk.Transformer(packed.SPEC, seed=9)
+    source = fk.Transformer(PACKED, seed=9)
     fk.save_huggingface(source, tmp_path / "base")
-    model = move(packed.build(torch.float32))
+    model = move(build("packed", torch.float32))
     fk.load_huggingface(model, tmp_path / "base")
     weights = dict(source.named_parameters())
-    for name, found in packed.packed_of(model).items():
+    for name, found in packed_of(model).items():
         assert torch.equal(found, pack(weights[name])), name
     assert torch.equal(model.embedding.weight, source.embedding.weight)
     with pytest.raises(CheckpointError, match="has an adapter that is not merged"):
         fk.save_huggingface(model, tmp_path / "merged")
     fk.merge_lora(model)
     fk.save_huggingface(model, tmp_path / "merged")
-    again = fk.Transformer(packed.SPEC)
+    again = fk.Transformer(PACKED)
     fk.load_huggingface(again, tmp_path / "merged")
     ids = torch.arange(12).view(1, 12)
     assert torch.allclose(again(ids), model(ids), rtol=0, atol=1e-5)
@@ -122,7 +121,7 @@ def test_published_weights_are_packed_as_they_are_read_and_what_is_merged_is_exp
     )
 
 
-def packed_of(targets, base="nf4", **changes):
+def in_4_bits(targets, base="nf4", **changes):
     sizes = {"vocab_size": 128, "dim": 128, "layers": 1, "heads": 4, "kv_heads": 2, "ffn_dim": 128}
     spec = fk.TransformerSpec(**sizes, max_seq_len=8, **changes)
     return fk.add_lora(fk.Transformer(spec), targets=targets, base=base)
@@ -130,12 +129,12 @@ def packed_of(targets, base="nf4", **changes):
 
 MOE = fk.MoESpec(experts=2, top_k=1, ffn_dim=128)
 REFUSED = [
-    (lambda: packed_of(("*.query", "*.value")), r"value' has shape \[64, 128\]; .* packs 16384 v"),
-    (lambda: packed_of(("*.query", "output")), "'output' is the output projection; base="),
-    (lambda: packed_of("*.experts.up", moe=MOE), r"experts\.up' is of experts; base="),
-    (lambda: packed_of("*.query", base="int4"), r"base is 'int4'; it must be one of \"nf4\"\."),
-    (lambda: read_plan(packed_of("*.query"), 2), "query' is packed .*, which FSDP alone can shard"),
-    (lambda: relora(alone(packed_of("*.query")), every=1), "a merge into four bits would round"),
+    (lambda: in_4_bits(("*.query", "*.value")), r"value' has shape \[64, 128\]; .* packs 16384 v"),
+    (lambda: in_4_bits(("*.query", "output")), "'output' is the output projection; base="),
+    (lambda: in_4_bits("*.experts.up", moe=MOE), r"experts\.up' is of experts; base="),
+    (lambda: in_4_bits("*.query", base="int4"), r"base is 'int4'; it must be one of \"nf4\"\."),
+    (lambda: read_plan(in_4_bits("*.query"), 2), "query' is packed .*, which FSDP alone can shard"),
+    (lambda: relora(alone(in_4_bits("*.query")), every=1), "a merge into four bits would round"),
 ]
 
 
