@@ -18,6 +18,7 @@ from pathlib import Path
 
 import attrs
 import torch
+from lab import full, full_tensors, logits_loss
 from tensordict import TensorDict
 
 import forgekit as fk
@@ -46,10 +47,6 @@ class Rows:
         return TensorDict({"input_ids": ids[:-1], "labels": labels, "row": torch.tensor(row)})
 
 
-def loss_fn(model, batch):
-    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
-
-
 def build(layout=None, *, model=SPEC, seed=0, optimizer=fk.adamw):
     """A state in float64, with an average of its weights."""
     module, mesh = fk.Transformer(model, seed=seed).double(), None
@@ -69,11 +66,8 @@ def load(state, batch_size=ROWS):
 
 def whole(state):
     """Full parameters and averages by name."""
-    average = {f"average.{name}": value for name, value in state.average.values.items()}
-    named = {**dict(state.model.named_parameters()), **average}
-    return {
-        n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in named.items()
-    }
+    average = {f"average.{name}": full(value) for name, value in state.average.values.items()}
+    return full_tensors(state.model) | average
 
 
 def train(
@@ -95,7 +89,7 @@ def train(
                 yield batch
 
         part_of = _Counted(batches, seen)
-        totals = fk.accumulate(state, part_of, loss_fn)
+        totals = fk.accumulate(state, part_of, logits_loss)
         time.sleep(max(0.0, least_s - (time.monotonic() - began)))
         totals = totals.plus(stop=torch.full_like(totals["loss"], stop.vote() if stop else 0.0))
         at = {"step": state.step, "part": part, "rows": rows}
@@ -155,21 +149,14 @@ def main(given):
         Path(f"{go}.ready{rank}").touch()
         while not Path(go).exists():
             time.sleep(0.01)
-    joined = fk.join_replicas(
-        state,
-        name,
-        lighthouse=given["lighthouse"],
-        fingerprint="other rows" if other == "data" else "rows",
-        settings={"lr": 2 * LR if other == "settings" else LR},
-        also={"stop": stop},
-        timeout_s=20,
-        quorum_timeout_s=60,
-    )
+    facts = {"fingerprint": "other rows" if other == "data" else "rows", "also": {"stop": stop}}
+    facts["settings"] = {"lr": 2 * LR if other == "settings" else LR}
+    times = {"timeout_s": 20, "quorum_timeout_s": 60}
     options = {"least_s": given.get("seconds", 0.0), "multiple": layout.get("pp", 1)}
-    with joined as replicas:
-        state = train(
-            state, loader, replicas, steps=given["steps"], stop=stop, watch=watch, **options
-        )
+    options |= {"steps": given["steps"], "stop": stop, "watch": watch}
+    address = given["lighthouse"]
+    with fk.join_replicas(state, name, lighthouse=address, **facts, **times) as replicas:
+        state = train(state, loader, replicas, **options)
     if save := given.get("save"):
         fk.checkpoint_save(state, save, blocking=True)
     parameters = whole(state)

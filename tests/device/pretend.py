@@ -43,16 +43,8 @@ LINES = 12
 """Of the stack to keep for each wait."""
 COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd"}
 aten = torch.ops.aten
-_READS = {
-    aten._local_scalar_dense.default,
-    aten.nonzero.default,
-    aten.equal.default,
-    aten.masked_select.default,
-    aten.unique_dim.default,
-    aten._unique2.default,
-    aten.bincount.default,
-    aten.repeat_interleave.Tensor,
-}
+_READS = "_local_scalar_dense nonzero equal masked_select unique_dim _unique2 bincount"
+_READS = {getattr(aten, name).default for name in _READS.split()} | {aten.repeat_interleave.Tensor}
 _LOWER = "mm addmm bmm baddbmm matmul linear scaled_dot_product_attention"
 _FLOAT32 = "rms_norm layer_norm softmax.int log_softmax.int rsqrt logsumexp"
 """What autocast does in 16 bits and in float32: as on CUDA, of what language models use."""
@@ -121,14 +113,9 @@ class PretendTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor) -> PretendTensor:
-        wrapper = torch.Tensor._make_wrapper_subclass(
-            cls,
-            raw.size(),
-            strides=raw.stride(),
-            storage_offset=raw.storage_offset(),
-            dtype=raw.dtype,
-            device=_device(),
-        )
+        layout = {"strides": raw.stride(), "storage_offset": raw.storage_offset()}
+        options = {"dtype": raw.dtype, "device": _device(), **layout}
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, raw.size(), **options)
         wrapper.raw = raw
         return wrapper
 
@@ -252,8 +239,7 @@ def _follow(wrapper: PretendTensor) -> None:
 
 def _refuse(func: Any, ours: list[PretendTensor], others: list[Any]) -> None:
     """Raise if an operation mixes devices."""
-    tensors = [x for x in others if isinstance(x, torch.Tensor)]
-    large = [x for x in tensors if x.dim() or _is_collective(func)]
+    large = [x for x in others if isinstance(x, torch.Tensor) and (x.dim() or _is_collective(func))]
     if ours and large:
         raise RuntimeError(
             f"Expected all tensors to be on the same device, but {func} got {ours[0].device} of "
@@ -294,7 +280,10 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         raw_target.copy_(raw_source)
         return target
     host = raw_target if to_host else raw_source
-    is_late = non_blocking and is_pinned(host) and _is_direct(raw_target, raw_source)
+    # Else bytes are not copied as they lie: torch goes through pageable memory.
+    is_direct = raw_target.is_contiguous() and raw_source.is_contiguous()
+    is_direct = is_direct and raw_target.dtype == raw_source.dtype
+    is_late = non_blocking and is_pinned(host) and is_direct
     bytes_ = host.numel() * host.element_size()
     for ledger in _open:
         ledger.copied["from" if to_host else "to"] += bytes_
@@ -310,12 +299,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     current_stream().proceed()
     raw_target.copy_(raw_source)
     return target
-
-
-def _is_direct(target: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether bytes can be copied as they lie; else torch goes through pageable memory."""
-    alike = target.is_contiguous() and source.is_contiguous()
-    return target.dtype == source.dtype and alike
 
 
 def _to_copy(source: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -454,8 +437,7 @@ _generators: dict[int, torch.Generator] = {}  # kept, so that no address is used
 def install() -> str:
     """Make the device known to torch, once in a process; give the backend of process groups."""
     backend = types.ModuleType(f"torch.{NAME}")
-    for name, value in _backend().items():
-        setattr(backend, name, value)
+    vars(backend).update(_backend())
     _setup_privateuseone_for_python_backend(NAME, backend)
     _register_kernels()
     _replace_what_stays_in_cpp()
@@ -464,62 +446,47 @@ def install() -> str:
 
 
 def _backend() -> dict[str, Any]:
-    return {
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
+    queues = (streams.Stream, streams.Event, streams.stream, streams.set_stream)
+    queues += (streams.current_stream, streams.synchronize)
+    numbers = (manual_seed, get_rng_state, set_rng_state, set_sync_debug_mode)
+    return {one.__name__: one for one in queues + numbers} | {
+        **dict.fromkeys(("is_available", "is_initialized"), lambda: True),
         "_is_in_bad_fork": lambda: False,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda _device: None,
         "device": lambda _device: nullcontext(),
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
-        "set_sync_debug_mode": set_sync_debug_mode,
-        "manual_seed": manual_seed,
         "manual_seed_all": manual_seed,
         "initial_seed": lambda: _numbers.seed,
-        "get_rng_state": get_rng_state,
-        "set_rng_state": set_rng_state,
-        "Stream": streams.Stream,
-        "Event": streams.Event,
-        "current_stream": streams.current_stream,
         "default_stream": lambda _device=None: streams.DEFAULT,
-        "set_stream": streams.set_stream,
-        "stream": streams.stream,
-        "synchronize": streams.synchronize,
     }
 
 
-_libraries: list[torch.library.Library] = []
+_KERNELS, _EVERYTHING = (torch.library.Library(name, "IMPL") for name in ("aten", "_"))
 """Kept: a library takes its kernels with it."""
 
 
 def _register_kernels() -> None:
-    kernels = torch.library.Library("aten", "IMPL")
-    _libraries.append(kernels)
-
     def empty(size: Any, **options: Any) -> PretendTensor:
         return PretendTensor(torch.empty(size, dtype=options.get("dtype")))
 
     def empty_strided(size: Any, stride: Any, **options: Any) -> PretendTensor:
         return PretendTensor(torch.empty_strided(size, stride, dtype=options.get("dtype")))
 
-    kernels.impl("empty.memory_format", empty, "PrivateUse1")
-    kernels.impl("empty_strided", empty_strided, "PrivateUse1")
-    kernels.impl("_copy_from", _copy_from, "PrivateUse1")
-    kernels.impl("_pin_memory", lambda x, _device=None: _pin(x.clone()), "CPU")
-    kernels.impl("is_pinned", is_pinned, "CPU")
-    everything = torch.library.Library("_", "IMPL")
-    everything.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
-    _libraries.append(everything)
+    _KERNELS.impl("empty.memory_format", empty, "PrivateUse1")
+    _KERNELS.impl("empty_strided", empty_strided, "PrivateUse1")
+    _KERNELS.impl("_copy_from", _copy_from, "PrivateUse1")
+    _KERNELS.impl("_pin_memory", lambda x, _device=None: _pin(x.clone()), "CPU")
+    _KERNELS.impl("is_pinned", is_pinned, "CPU")
+    _EVERYTHING.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     for name in _LOWER.split():
-        _register_autocast(kernels, name, lambda: torch.get_autocast_dtype(NAME))
+        _register_autocast(name, lambda: torch.get_autocast_dtype(NAME))
     for name in _FLOAT32.split():
-        _register_autocast(kernels, name, lambda: torch.float32)
+        _register_autocast(name, lambda: torch.float32)
 
 
-def _register_autocast(
-    kernels: torch.library.Library, name: str, dtype: Callable[[], torch.dtype]
-) -> None:
+def _register_autocast(name: str, dtype: Callable[[], torch.dtype]) -> None:
     packet, _, overload = name.partition(".")
     operation = getattr(getattr(aten, packet), overload or "default")
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
@@ -533,24 +500,17 @@ def _register_autocast(
         with torch._C._ExcludeDispatchKeyGuard(key):
             return operation(*args, **kwargs)
 
-    kernels.impl(name, run, "AutocastPrivateUse1")
+    _KERNELS.impl(name, run, "AutocastPrivateUse1")
 
 
 def _replace_what_stays_in_cpp() -> None:
-    accelerator = torch.accelerator
-    device = _device()
-    for name, value in {
-        "is_available": lambda: True,
-        "current_accelerator": lambda check_available=False: torch.device(NAME),
-        "device_count": lambda: 1,
-        "current_device_index": lambda: device.index,
-        "set_device_index": lambda _index: None,
-        "current_stream": streams.current_stream,
-        "set_stream": streams.set_stream,
-        "synchronize": streams.synchronize,
-        "max_memory_allocated": lambda _device=None: PEAK,
-    }.items():
-        setattr(accelerator, name, value)
+    backend, accelerator = _backend(), torch.accelerator
+    shared = ["is_available", "device_count", "current_stream", "set_stream", "synchronize"]
+    vars(accelerator).update({name: backend[name] for name in shared})
+    accelerator.current_accelerator = lambda check_available=False: torch.device(NAME)
+    accelerator.current_device_index = lambda: 0
+    accelerator.set_device_index = lambda _index: None
+    accelerator.max_memory_allocated = lambda _device=None: PEAK
     torch.Generator = _Generator
     empty_like = torch.empty_like
 

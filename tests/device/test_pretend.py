@@ -12,22 +12,6 @@ from pool import run_ranks
 from torch.distributed.tensor import DTensor
 
 SETUP = "device.pretend:install"
-TESTS = {}
-
-
-def alone(function):
-    """A test that runs in a worker that has the device."""
-
-    def test():
-        run_ranks(on_device, 1, function.__name__, group=False, setup=SETUP)
-
-    test.__doc__ = function.__doc__
-    TESTS[function.__name__] = function
-    return test
-
-
-def on_device(_rank, _world, name):
-    TESTS[name]()
 
 
 def filled(*values, pinned=True):
@@ -38,8 +22,7 @@ def filled(*values, pinned=True):
 # Strict
 
 
-@alone
-def test_two_devices_in_one_operation_are_refused():
+def two_devices_in_one_operation_are_refused(_rank, _world):
     here, there = torch.ones(2), torch.ones(2, device=NAME)
     with pytest.raises(RuntimeError, match=r"all tensors to be on the same device, but aten.add"):
         there + here
@@ -66,15 +49,12 @@ WAITS = {
     "copy from the device": lambda x: x.cpu(),
     "copy to the device": lambda x: x.copy_(torch.zeros(3)),
     "copy to the device, of a number": lambda _: torch.tensor([1.0], device=NAME),
-    "copy from the device, to pageable memory": lambda x: torch.empty(3).copy_(
-        x, non_blocking=True
-    ),
+    "copy from the device, not pinned": lambda x: torch.empty(3).copy_(x, non_blocking=True),
     "pickle": lambda x: torch.save(x, "/dev/null"),
 }
 
 
-@alone
-def test_each_wait_of_the_host_is_counted_with_its_lines():
+def each_wait_of_the_host_is_counted_with_its_lines(_rank, _world):
     for name, wait in WAITS.items():
         there = torch.tensor([1.0, 2.0, 3.0]).to(NAME)
         with watching() as ledger:
@@ -84,8 +64,7 @@ def test_each_wait_of_the_host_is_counted_with_its_lines():
         assert re.search(r"test_pretend.py:\d+ <lambda>", ledger.waits[0])
 
 
-@alone
-def test_what_a_gpu_does_alone_is_no_wait():
+def what_a_gpu_does_alone_is_no_wait(_rank, _world):
     there = torch.tensor([1.0, 2.0, 3.0]).to(NAME)
     with watching() as ledger:
         there.repeat_interleave(there.long(), output_size=6)
@@ -99,8 +78,7 @@ def test_what_a_gpu_does_alone_is_no_wait():
     assert ledger.copied == {"from": 24, "to": 12, "pageable": 0}
 
 
-@alone
-def test_its_random_numbers_are_its_own():
+def its_random_numbers_are_its_own(_rank, _world):
     torch.manual_seed(0)
     device = torch.get_device_module(NAME)
     before, state = torch.get_rng_state(), device.get_rng_state()
@@ -115,8 +93,7 @@ def test_its_random_numbers_are_its_own():
 # Late
 
 
-@alone
-def test_a_copy_to_the_device_is_garbage_until_its_stream_goes_on():
+def a_copy_to_the_device_is_garbage_until_its_stream_goes_on(_rank, _world):
     host = filled(1.0, 2.0)
     there = host.to(NAME, non_blocking=True)
     assert there.raw.isnan().all()
@@ -124,8 +101,7 @@ def test_a_copy_to_the_device_is_garbage_until_its_stream_goes_on():
     assert (there + 1).tolist() == [6.0, 3.0]
 
 
-@alone
-def test_a_copy_in_another_stream_is_garbage_until_that_is_waited_for():
+def a_copy_in_another_stream_is_garbage_until_that_is_waited_for(_rank, _world):
     device = torch.get_device_module(NAME)
     side = device.Stream()
     with device.stream(side):
@@ -140,27 +116,22 @@ def test_a_copy_in_another_stream_is_garbage_until_that_is_waited_for():
     assert (late + 1).tolist() == [4.0]
 
 
-@alone
-def test_a_copy_to_the_host_is_garbage_until_the_host_waits():
+def a_copy_to_the_host_is_garbage_until_the_host_waits(_rank, _world):
     device = torch.get_device_module(NAME)
     there = torch.ones(2, device=NAME)
-    for wait in (
-        lambda event: event.synchronize(),
-        lambda _: device.current_stream().synchronize(),
-        lambda _: device.synchronize(),
-        lambda _: there.sum().item(),
-    ):
+    event, stream = device.Event(), device.current_stream()
+    read = there.sum
+    for wait in (event.synchronize, stream.synchronize, device.synchronize, lambda: read().item()):
         there.fill_(1.0)
         host = there.to("cpu", non_blocking=True)
-        event = device.current_stream().record_event()
+        event.record()
         there.fill_(2.0)  # behind the copy in its stream
         assert host.isnan().all()
-        wait(event)
+        wait()
         assert host.tolist() == [1.0, 1.0]
 
 
-@alone
-def test_copies_of_pageable_memory_are_counted():
+def copies_of_pageable_memory_are_counted(_rank, _world):
     with watching() as ledger:
         torch.ones(3).to(NAME, non_blocking=True)
         torch.cat([filled(1.0), filled(2.0)]).to(NAME, non_blocking=True)
@@ -168,6 +139,23 @@ def test_copies_of_pageable_memory_are_counted():
         filled(1.0, 2.0).to(NAME, torch.float64, non_blocking=True)  # converted there
     assert ledger.copied["pageable"] == 36
     assert not ledger.waits
+
+
+CASES = [
+    two_devices_in_one_operation_are_refused,
+    each_wait_of_the_host_is_counted_with_its_lines,
+    what_a_gpu_does_alone_is_no_wait,
+    its_random_numbers_are_its_own,
+    a_copy_to_the_device_is_garbage_until_its_stream_goes_on,
+    a_copy_in_another_stream_is_garbage_until_that_is_waited_for,
+    a_copy_to_the_host_is_garbage_until_the_host_waits,
+    copies_of_pageable_memory_are_counted,
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_device_is_strict_and_late(case):
+    run_ranks(case, 1, group=False, setup=SETUP)
 
 
 # Ranks

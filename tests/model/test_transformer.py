@@ -46,18 +46,15 @@ def _turned(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 
 def reference(model: fk.Transformer, ids: Tensor, positions: Tensor, doc_ids: Tensor | None):
     spec, w = model.spec, dict(model.named_parameters())
+    heads = {"query": spec.heads, "key": spec.kv_heads, "value": spec.kv_heads}
     b, s = ids.shape
     x = w["embedding.weight"][ids]
     for i in range(spec.layers):
         p = f"layers.{i}.attention"
         h = _normed(x, w[f"{p}_norm.weight"], spec.norm_eps)
         q, k, v = (
-            (h @ w[f"{p}.{n}.weight"].T + w.get(f"{p}.{n}.bias", 0.0)).view(b, s, heads, -1)
-            for n, heads in (
-                ("query", spec.heads),
-                ("key", spec.kv_heads),
-                ("value", spec.kv_heads),
-            )
+            (h @ w[f"{p}.{name}.weight"].T + w.get(f"{p}.{name}.bias", 0.0)).view(b, s, n, -1)
+            for name, n in heads.items()
         )
         if spec.qk_norm:
             q = _normed(q, w[f"{p}.query_norm.weight"], spec.norm_eps)
@@ -73,19 +70,13 @@ def reference(model: fk.Transformer, ids: Tensor, positions: Tensor, doc_ids: Te
     return x @ w["embedding.weight" if spec.tied else "output.weight"].T
 
 
+BIASED = {"qk_norm": False, "qkv_bias": True}
+CHANGES = [{}, BIASED, {"tied": True}, {"rope_theta": 50.0}, {"norm_eps": 0.1}]
+
+
 @pytest.mark.parametrize("call_cost", [0, 10**12], ids=["one by one", "mask"])
 @pytest.mark.parametrize("doc_ids", [None, DOC_IDS], ids=["no documents", "documents"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"qk_norm": False, "qkv_bias": True},
-        {"tied": True},
-        {"rope_theta": 50.0},
-        {"norm_eps": 0.1},
-    ],
-    ids=lambda changes: ", ".join(changes) or "as it is",
-)
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda changes: ", ".join(changes) or "as it is")
 def test_the_model_equals_its_second_writing(monkeypatch, changes, doc_ids, call_cost):
     monkeypatch.setattr(attention, "CALL_COST", call_cost)
     model = build(**changes)

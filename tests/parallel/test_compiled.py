@@ -81,23 +81,6 @@ def test_what_is_recomputed_is_not_kept_and_the_gradient_stays(what):
     assert config.activation_memory_budget == 1.0  # other programs compile as before
 
 
-@pytest.mark.parametrize("what", ["full", "selective"])
-def test_a_block_can_be_repeated_for_its_inputs_and_again_for_its_weights(what):
-    """Pipeline schedules that part the backward pass do so."""
-    found = {}
-    for how in ("none", what):
-        block = nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 3))
-        for parameter in block.parameters():
-            nn.init.constant_(parameter, 0.3)
-        recompute(block, how)
-        x = torch.arange(6.0).view(2, 3).requires_grad_()
-        loss = block(x).square().sum()
-        (inputs,) = torch.autograd.grad(loss, x, retain_graph=True)
-        found[how] = (inputs, *torch.autograd.grad(loss, list(block.parameters())))
-    for plain, repeated in zip(found["none"], found[what], strict=True):
-        torch.testing.assert_close(repeated, plain, rtol=1e-6, atol=0)
-
-
 def test_selective_recomputation_repeats_no_product_and_no_attention():
     counts = {}
     for what in ("none", "full", "selective"):
@@ -107,11 +90,12 @@ def test_selective_recomputation_repeats_no_product_and_no_attention():
         with Watch() as seen:
             fk.cross_entropy(model(IDS), IDS).sum.backward()
         products = sum(name in ("mm", "addmm", "bmm") for name in seen.operations)
-        kernels = [name for name in seen.operations if "flash_attention_for_cpu" in name]
-        counts[what] = products, sum("backward" not in name for name in kernels)
+        counts[what] = (
+            products,
+            seen.operations.count("_scaled_dot_product_flash_attention_for_cpu"),
+        )
     assert counts["selective"] == counts["none"]
-    assert counts["none"][1] == SPEC.layers
-    assert counts["full"][1] == 2 * SPEC.layers
+    assert (counts["none"][1], counts["full"][1]) == (SPEC.layers, 2 * SPEC.layers)
     assert counts["full"][0] > counts["none"][0]
 
 
@@ -129,13 +113,13 @@ def test_blocks_that_are_alike_have_one_graph_for_all_packings(backend):
     plain, compiled = (fk.Transformer(attrs.evolve(SPEC, dim=48)).double() for _ in range(2))
     compile_blocks(compiled.layers, "budget", backend=backend)
     for name, documents in PACKINGS.items():
-        found, expected = ([], [])
-        for model, results in ((compiled, found), (plain, expected)):
+        results = []
+        for model in (compiled, plain):
             model.zero_grad()
             out = model(torch.arange(16)[None] * 5 % 37, doc_ids=torch.tensor([documents]))
             out.square().sum().backward()
-            results += [out.detach(), *(parameter.grad for parameter in model.parameters())]
-        for one, other in zip(found, expected, strict=True):
+            results.append([out.detach(), *(parameter.grad for parameter in model.parameters())])
+        for one, other in zip(*results, strict=True):
             assert (one - other).abs().max() <= 1e-12 * other.abs().max(), name
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] == 1

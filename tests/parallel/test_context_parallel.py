@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
-from unittest.mock import patch
+from typing import Any
 
 import pytest
 import torch
@@ -28,13 +28,8 @@ from forgekit.parallel.context.attention_areas import areas_of_documents, areas_
 from forgekit.parallel.context.context_parallel import apply_context, split_context, with_sockets
 
 POSITIONS, CHANNELS = 48, 4
-LAYOUTS = {
-    "ring of 2": ("ring", 2, 1),
-    "ring of 4": ("ring", 4, 1),
-    "ulysses of 2": ("ulysses", 1, 2),
-    "ulysses of 4": ("ulysses", 1, 4),
-    "both of 4": ("both", 2, 2),
-}
+LAYOUTS = {f"ring of {n}": ("ring", n, 1) for n in (2, 4)} | {"both of 4": ("both", 2, 2)}
+LAYOUTS |= {f"ulysses of {n}": ("ulysses", 1, n) for n in (2, 4)}
 TOLERANCES = {"float64": 1e-12, "float32": 3e-6, "bfloat16": 2e-2}
 DOCUMENTS = {
     "none": None,
@@ -46,22 +41,19 @@ DOCUMENTS = {
 }
 
 
-def _product() -> ExitStack:
-    """Without a kernel for a CPU, as on a device that has none."""
-    stack = ExitStack()
-    stack.enter_context(patch.multiple(attention_areas, MOST_SCORES=1, LEAST_QUERIES=7))
-    for module in (attention_areas, block_attention):
-        stack.enter_context(patch.object(module, "has_flash", lambda _: False))
-    return stack
+PATHS = ("whole", "few queries at a time", "product")
 
 
-PATHS: dict[str, Callable[[], object]] = {
-    "whole": nullcontext,
-    "few queries at a time": lambda: patch.multiple(
-        attention_areas, MOST_SCORES=1, LEAST_QUERIES=7
-    ),
-    "product": _product,
-}
+@contextmanager
+def taking(path: str) -> Iterator[None]:
+    """By one of ``PATHS``: a product is for devices that have no kernel."""
+    sizes = {} if path == "whole" else {"MOST_SCORES": 1, "LEAST_QUERIES": 7}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name, size in sizes.items():
+            monkeypatch.setattr(attention_areas, name, size)
+        for module in (attention_areas, block_attention) if path == "product" else ():
+            monkeypatch.setattr(module, "has_flash", lambda _: False)
+        yield
 
 
 class Sockets(nn.Module):
@@ -78,6 +70,10 @@ def draw(heads: int, kv_heads: int, dtype: torch.dtype, seed: int = 0) -> list[T
     generator = torch.Generator().manual_seed(seed)
     shapes = [(2, POSITIONS, n, CHANNELS) for n in (heads, kv_heads, kv_heads, heads)]
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+
+
+def mesh_of(world: int) -> Any:
+    return fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
 
 
 def documents_of(name: str) -> Tensor | None:
@@ -107,12 +103,11 @@ def attend_slices(
     found = []
     for layout, dtype, path in rows:
         method, ring_size, ulysses = LAYOUTS[layout]
-        mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
         model = Sockets()
-        assert apply_context(model, mesh, method)[:3] == (ring_size, ulysses, rank)
+        assert apply_context(model, mesh_of(world), method)[:3] == (ring_size, ulysses, rank)
         mine = positions_of(ring_size, ulysses, rank)
         assert model.locate(len(mine), torch.device("cpu")).tolist() == mine
-        with PATHS[path]():
+        with taking(path):
             found.append([_attend(model, mine, getattr(torch, dtype), *case) for case in cases])
     return found
 
@@ -128,14 +123,9 @@ def _attend(
     return [out.detach(), *torch.autograd.grad(out, inputs, upstream)]
 
 
-ROWS = {
-    2: [
-        ("ring of 2", "float32", "whole"),
-        ("ring of 2", "bfloat16", "few queries at a time"),
-        ("ulysses of 2", "float64", "whole"),
-    ],
-    4: [("ring of 4", "float64", "whole"), ("both of 4", "float64", "product")],
-}
+OF_TWO = [("ring of 2", "float32", "whole"), ("ring of 2", "bfloat16", "few queries at a time")]
+OF_FOUR = [("ring of 4", "float64", "whole"), ("both of 4", "float64", "product")]
+ROWS = {2: [*OF_TWO, ("ulysses of 2", "float64", "whole")], 4: OF_FOUR}
 CASES = [*(((8, 2), documents) for documents in DOCUMENTS), ((4, 4), "ragged"), ((4, 1), "padded")]
 
 
@@ -167,7 +157,7 @@ def test_slices_attend_like_whole_sequences_in_every_way(layout):
 @pytest.mark.parametrize("path", ["whole", "product"])
 def test_large_scores_do_not_overflow(path):
     q, k, v = (200 * x.transpose(1, 2) for x in draw(4, 4, torch.float32)[:3])
-    with PATHS[path]():
+    with taking(path):
         out, lse = block_attention.attend_block(q, k, v, None, None, "sdpa")
     assert lse.max() > 1e4
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double())
@@ -181,7 +171,7 @@ SPEC = fk.TransformerSpec(
 
 def ring_of(world: int) -> Sockets:
     model = Sockets()
-    apply_context(model, fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu"), "ring")
+    apply_context(model, mesh_of(world), "ring")
     return model
 
 
@@ -191,10 +181,8 @@ def keep(rank: int, world: int) -> None:
     inputs = [x[:, positions_of(world, 1, rank)] for x in draw(8, 2, torch.float32)[:3]]
     inputs = [x.clone().requires_grad_() for x in inputs]
     kept: list[int] = []
-    note = torch.autograd.graph.saved_tensors_hooks(
-        lambda x: kept.append(x.numel()) or x, lambda x: x
-    )
-    with note:
+    note = lambda x: kept.append(x.numel()) or x  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
         out = model.attend(*inputs)
     logarithms = out.numel() // CHANNELS
     assert sum(kept) == sum(x.numel() for x in (*inputs, out)) + logarithms
@@ -219,11 +207,9 @@ def ring_of_two(rank: int, world: int) -> None:
     here.fill_(3)
     found, wanted = ring.attend(*inputs, doc_ids=here), ring.attend(*inputs)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
-    model = fk.Transformer(SPEC)
-    ids = torch.arange(7)[None]
+    model, ids = fk.Transformer(SPEC), torch.arange(7)[None]
     wanted = model(ids)
-    sockets = apply_context(model, mesh, "ring").sockets
+    sockets = apply_context(model, mesh_of(world), "ring").sockets
     attend, locate = model.layers[0].attention.attend, model.locate
     with suppress(ZeroDivisionError), with_sockets(model, sockets):
         assert torch.equal(model(ids), wanted)
@@ -245,13 +231,12 @@ def refuse(rank: int, world: int) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             split_context(context, method, heads_of_rank)
-    mesh = fk.build_mesh(fk.MeshSpec(dp_shard=1, cp=world), device="cpu")
+    mesh = mesh_of(world)
     with pytest.raises(ValueError, match=r"no module of Linear has an 'attend' socket for cp 2\."):
         apply_context(nn.Linear(2, 2), mesh, "ring")
     with flash_kernels(), pytest.raises(ValueError, match="'varlen', but it cannot compute ring"):
         fk.parallelize(fk.Transformer(SPEC), mesh, precision="bf16", attention="varlen")
-    ring_model, ulysses_model = Sockets(), Sockets()
-    apply_context(ring_model, mesh, "ring")
+    ring_model, ulysses_model = ring_of(world), Sockets()
     apply_context(ulysses_model, mesh, "ulysses")
     if rank:
         return

@@ -6,6 +6,8 @@ The layouts of the oracle have as many experts on each rank; here some ranks hol
 from __future__ import annotations
 
 import itertools
+from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import attrs
@@ -29,15 +31,12 @@ MOE = attrs.evolve(steps.MOE, experts=7, shared=2)
 SPEC = attrs.evolve(steps.SPEC, vocab_size=20, kv_heads=2, layers=2, moe=MOE)
 LIMIT = 0.05
 """Below the gradient's norm, so that the one factor clips."""
+GROUPS = {"experts": 6, "router": "sigmoid", "groups": 3, "top_groups": 2}
 LAYOUTS = {
     "EP2xTP2, 3 experts": (4, {"dp_shard": 2, "tp": 2, "ep": 2}, {"experts": 3}),
     "EP4": (4, {"ep": 4}, {}),
     "EP2, 3 experts": (2, {"ep": 2}, {"experts": 3}),
-    "TP2, groups": (
-        2,
-        {"tp": 2},
-        {"experts": 6, "router": "sigmoid", "groups": 3, "top_groups": 2},
-    ),
+    "TP2, groups": (2, {"tp": 2}, GROUPS),
     "EP2xHSDP2xTP2": (8, {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 2}, {"experts": 6}),
     "EP4xTP2": (8, {"dp_shard": 4, "tp": 2, "ep": 4}, {}),
 }
@@ -67,19 +66,19 @@ def create(model, **options):
     return fk.TrainState.create(model, torch.optim.SGD(model.parameters(), momentum=0.5), **options)
 
 
-def mine(mesh):
-    """What takes this rank's rows of a batch."""
+def mine(batch, mesh):
+    """This rank's rows of a batch."""
     rank, ranks = data_ranks(mesh)
-    return lambda batch: batch[rank::ranks].contiguous()
+    return batch[rank::ranks].contiguous()
 
 
-def train(state, shares, sizes=(4, 4)):
+def train(state, sizes=(4, 4)):
     """Two clipped steps: gradients and counts of the first, and what is left by both."""
     for index in range(2):
         whole = rows(index, positions=12)
         if index:  # with four ranks the first one has no token
             whole["doc_ids"][::4], whole["labels"][::4] = -1, -100
-        batches = [shares(batch) for batch in split(whole, sizes)]
+        batches = [mine(batch, state.mesh) for batch in split(whole, sizes)]
         totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
         if index == 0:
             gradients = {name: full(g) for name, g in fk.gradients(state, totals).items()}
@@ -111,7 +110,7 @@ def _train(rank, world, sizes, changes, options, folder):
     state = fk.checkpoint_load(create(model.double(), mesh=mesh), folder / "0")
     loaded = contents(state)
     sizes = (4, 4) if data_ranks(mesh)[1] <= 4 else (8,)  # no rank without a row
-    state, gradients, counts = train(state, mine(mesh), sizes)
+    state, gradients, counts = train(state, sizes)
     fk.checkpoint_save(state, folder / "1").wait()
     return fresh, loads, loaded, gradients, counts, contents(state)
 
@@ -122,9 +121,7 @@ def error(found, expected):
     return max(relative_error({n: found[n]}, {n: expected[n]}) for n in expected)
 
 
-def same(found, expected):
-    """Bit for bit."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+same = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 CHOSEN = [("EP2xTP2, 3 experts", "selective"), ("EP2, 3 experts", "full")]
@@ -136,10 +133,10 @@ CHOSEN = [("EP2xTP2, 3 experts", "selective"), ("EP2, 3 experts", "full")]
 def test_layers_of_experts_start_train_and_resume_as_in_one_process(layout, what, tmp_path):
     world, sizes, changes = LAYOUTS[layout]
     expected = full_tensors(fk.Transformer(spec_of(changes), seed=5))
-    state, *_ = train(create(build(**changes)), lambda batch: batch)
+    state, *_ = train(create(build(**changes)))
     saved = contents(state)
     fk.checkpoint_save(state, tmp_path / "0", blocking=True)
-    state, gradients, counts = train(state, lambda batch: batch)
+    state, gradients, counts = train(state)
     after, balanced = contents(state)
     options = {"activation_checkpoint": what}
     by_rank = run_ranks(_train, world, sizes, changes, options, tmp_path, timeout_s=20 * world)
@@ -158,11 +155,12 @@ def test_layers_of_experts_start_train_and_resume_as_in_one_process(layout, what
 # What travels
 
 
+@attrs.define
 class Watched:
     """Work under way that says when it is waited for."""
 
-    def __init__(self, work, events):
-        self.work, self.events = work, events
+    work: Any
+    events: list[Any]
 
     def wait(self):
         self.events.append(("wait",))
@@ -181,7 +179,7 @@ def _exchange(rank, world, changes):
 
     for layer in routed(state.model):
         layer.shared.register_forward_hook(lambda *_: events.append(("shared",)))
-    batches = [mine(mesh)(b) for b in split(rows(positions=12), [4, 4])]
+    batches = [mine(batch, mesh) for batch in split(rows(positions=12), [4, 4])]
     with patch.object(dist, "all_to_all_single", watched):
         totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
     gradients = {name: full(g) for name, g in fk.gradients(state, totals).items()}
@@ -200,7 +198,7 @@ def test_routed_tokens_travel_and_nothing_else(capacity):
     state = create(build(**changes))
     apart = [b[rank::2] for b in split(rows(positions=12), [4, 4]) for rank in range(2)]
     totals = fk.reduce_totals(fk.accumulate(state, apart, loss_fn), state)
-    expected = {name: full(g) for name, g in fk.gradients(state, totals).items()}
+    expected = dict(fk.gradients(state, totals))
     by_rank = run_ranks(_exchange, 2, changes)
     for gradients, _, counts, kept in by_rank:
         assert error(gradients, expected) < 1e-10

@@ -7,15 +7,16 @@ would on one device; each gradient is held to one process in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import first_of
 from lab import Watch, mean_gradients, reference_gradients, relative_error
-from parallel.test_transformers_models import build
+from parallel.test_transformers_models import LAYOUTS, build
 from pool import run_again
 from tensordict import TensorDict
 from torch import Tensor, nn
@@ -24,22 +25,12 @@ import forgekit as fk
 from forgekit.steps import cross_entropy as cross_entropy_file
 
 ROWS, POSITIONS, VOCAB = 2, 7, 32
-KINDS: dict[str, str] = {
-    "plain": "Llama",
-    "tied": "Llama tied",
-    "experts": "Qwen3Moe",
-    "frozen": "Llama",
-    "adapter": "Llama",
-    "an odd vocabulary": "Llama",
-}
+KINDS = dict.fromkeys(("plain", "frozen", "adapter", "an odd vocabulary"), "Llama")
+KINDS |= {"tied": "Llama tied", "experts": "Qwen3Moe"}
 TOLERANCE = {"experts": 1e-6}  # their routers compute in float32
-EVERY = ("fsdp2", "tp2", "fsdp2-tp2")
-LAYOUTS: dict[str, dict[str, int]] = {
-    "fsdp2": {"dp_shard": 2},
-    "tp2": {"tp": 2},
-    "pp2": {"pp": 2},
-    "fsdp2-tp2": {"dp_shard": 2, "tp": 2},
-}
+CHOSEN = [("fsdp2", ("frozen",)), ("pp2", ("plain",))]
+CHOSEN += [("tp2", ("tied", "adapter", "an odd vocabulary"))]
+EVERY = [(layout, (*KINDS,)) for layout in ("fsdp2", "tp2", "fsdp2-tp2")]
 
 
 def build_kind(kind: str, **changes: Any) -> Any:
@@ -70,21 +61,22 @@ def count_of(batch: Any) -> int:
     return int((batch["labels"] != -100).sum())
 
 
-def plain_loss(model: Any, batch: Any) -> fk.Loss:
-    logits, labels = model(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten()
-    squares = logits.logsumexp(-1).square() * (labels != -100)
-    total = F.cross_entropy(logits, labels, reduction="sum") + 0.1 * squares.sum()
-    return fk.Loss(total, count_of(batch))
+def plus(terms: Callable[..., Tensor], model: Any, batch: Any) -> fk.Loss:
+    """Torch's cross-entropy and other terms of the same logits."""
+    logits, labels = model(batch["input_ids"]).logits, batch["labels"]
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    return fk.Loss(loss + terms(logits, labels).sum(), count_of(batch))
 
 
-def mixed_loss(model: Any, batch: Any) -> fk.Loss:
+def squares(logits: Tensor, labels: Tensor) -> Tensor:
+    return 0.1 * logits.logsumexp(-1).square() * (labels != -100)
+
+
+def mixed(logits: Tensor, labels: Tensor) -> Tensor:
     """With an entropy, and two terms that torch computes wrongly, or not at all, on shards."""
-    logits, labels = model(batch["input_ids"]).logits, batch["labels"].flatten()
     log_p = logits.log_softmax(-1)
     each = 0.1 * logits.norm(dim=-1) - 0.1 * (log_p.exp() * log_p).sum(-1)
-    each = each + F.huber_loss(logits, logits.detach().flip(1), reduction="none").mean(-1)
-    loss = F.cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
-    return fk.Loss(loss + each.sum(), count_of(batch))
+    return each + F.huber_loss(logits, logits.detach().flip(1), reduction="none").mean(-1)
 
 
 def their_loss(model: Any, batch: Any) -> fk.Loss:
@@ -116,32 +108,24 @@ def check(everyone: list[Any], reference: Any, tolerance: float) -> None:
     assert names == expected.keys()
 
 
-def _with_head(rank: int, world: int, kinds: list[str], layout: str) -> dict[str, Any]:
+def _with_head(rank: int, world: int, kinds: Sequence[str], layout: str) -> dict[str, Any]:
     mesh = fk.build_mesh(fk.MeshSpec(**LAYOUTS[layout]), device="cpu")
     models = {kind: fk.parallelize(build_kind(kind), mesh, head="lm_head") for kind in kinds}
     return {kind: gradients_of(model, mesh, head_loss) for kind, model in models.items()}
 
 
-@pytest.mark.parametrize(
-    ("layout", "kinds"),
-    [
-        ("fsdp2", ["frozen"]),
-        ("tp2", ["tied", "adapter", "an odd vocabulary"]),
-        ("pp2", ["plain"]),
-        *(pytest.param(layout, list(KINDS), marks=pytest.mark.oracle) for layout in EVERY),
-    ],
-)
+@pytest.mark.parametrize(("layout", "kinds"), first_of(CHOSEN, EVERY))
 def test_a_foreign_model_with_a_head_has_the_gradients_of_one_process(layout, kinds):
     everyone = run_again(_with_head, math.prod(LAYOUTS[layout].values()), kinds, layout)
     for kind in kinds:
-        reference = reference_gradients(build_kind(kind), [BATCHES], plain_loss)
+        reference = reference_gradients(build_kind(kind), [BATCHES], partial(plus, squares))
         check([found[kind] for found in everyone], reference, TOLERANCE.get(kind, 1e-10))
 
 
 # Whole logits under tensor parallelism
 
 
-WHOLE = {"more terms": (mixed_loss, 1e-10), "the model's own": (their_loss, 1e-6)}
+WHOLE = {"more terms": (partial(plus, mixed), 1e-10), "the model's own": (their_loss, 1e-6)}
 
 
 def _whole(rank: int, world: int, layout: str) -> dict[str, Any]:
@@ -210,10 +194,9 @@ CHANGED = {
 @pytest.mark.parametrize("name", CHANGED)
 def test_a_head_whose_logits_are_changed_is_refused(name, mesh):
     model = fk.parallelize(Changed(CHANGED[name]), mesh, head="lm_head")
-    batch = draw_batch(0)
     with pytest.raises(ValueError, match=r"^head= replaces one projection, .* Compute"):
-        head_loss(model, batch)
-    assert model(batch["input_ids"])["logits"].isfinite().all()  # and works on without it
+        head_loss(model, BATCHES[0])
+    assert model(BATCHES[0]["input_ids"])["logits"].isfinite().all()  # and works on without it
 
 
 def test_models_that_scale_or_cap_their_logits_are_refused(mesh):

@@ -129,6 +129,8 @@ REFUSED = {
     '.fast.; it must be one of "auto", "flash", "varlen", "fl': (Foreign, {"attention": "fast"}),
     "no module of Foreign has an 'attend' socke": (Foreign, {"attention": "sdpa"}),
     "8 divides, not of 4. For": (transformer, FLASH),
+    "mlp_tiles 0 must be at least 1": (Foreign, {"mlp_tiles": 0}),
+    "mlp_tiles is 2, but Foreign has no Tr": (Foreign, {"mlp_tiles": 2, "blocks": "net.body"}),
     "='budget' needs compile=True": (Foreign, {"activation_checkpoint": "budget"}),
     r"^the buffers \['table'\] are on meta .*Build the model on the CP": (_WithBuffer, {}),
     "blocks (1 and 0|0 and 1) share .*a whole": (_with_a_shared_part, BODY),

@@ -95,12 +95,7 @@ class Model(nn.Module):
         return self.head(self.last(x))
 
 
-FEED: dict[str, Any] = {
-    "embed": "embedding",
-    "*.up": "colwise",
-    "*.down": "rowwise",
-    "head": "colwise",
-}
+FEED = {"embed": "embedding", "*.up": "colwise", "*.down": "rowwise", "head": "colwise"}
 
 
 def draw_batch(seed: int) -> TensorDict:

@@ -100,14 +100,8 @@ def transformer(**changes: Any) -> fk.Transformer:
 
 
 MATRICES = {"embed": "embedding", "*.up": "colwise", "*.down": "rowwise", "head": "colwise"}
-PLACED = {
-    "embed": "embedding",
-    "[nl]*": "sequence",
-    "drop": "sequence",
-    "up": "colwise",
-    "down": "rowwise",
-    "head": "colwise",
-}
+PLACED = {"[nl]*": "sequence", "drop": "sequence"}
+PLACED |= {"embed": "embedding", "up": "colwise", "down": "rowwise", "head": "colwise"}
 GATHERED = {"*up": "colwise_gathered", "*down": "rowwise_split"}
 CASES: dict[str, tuple[Any, Any]] = {
     "tied": (Foreign, MATRICES),
@@ -204,12 +198,8 @@ def _placed(rank, world):
             assert size == parameter.numel() // (world if is_sharded else 1)
 
 
-PRUNED = {
-    "embedding.weight": Shard(0),
-    "layers.0.attention.output.weight": Shard(1),
-    "norm.weight": Replicate(),
-    "output.weight": Shard(0),
-}
+PRUNED = {"embedding.weight": Shard(0), "output.weight": Shard(0), "norm.weight": Replicate()}
+PRUNED |= {"layers.0.attention.output.weight": Shard(1)}
 
 
 def _details(rank, world):
@@ -253,9 +243,7 @@ class Parts(nn.Module):
 
 
 def with_bias_of_experts():
-    moe = fk.MoESpec(experts=3, top_k=1, ffn_dim=8)
-    sizes = {"dim": 8, "layers": 1, "heads": 2, "kv_heads": 2, "ffn_dim": 8, "max_seq_len": 4}
-    model = fk.Transformer(fk.TransformerSpec(vocab_size=8, moe=moe, **sizes))
+    model = transformer(moe=fk.MoESpec(experts=3, top_k=1, ffn_dim=8))
     model.layers[0].feed_forward.experts.register_parameter("bias", nn.Parameter(torch.ones(3, 8)))
     return model
 

@@ -21,13 +21,9 @@ from forgekit.parallel.expert import find_experts
 from forgekit.parallel.tensor.plan import read_plan
 
 EVEN = {"vocab_size": 32}
-LAYOUTS = {
-    "fsdp2": {"dp_shard": 2},
-    "tp2": {"dp_shard": 1, "tp": 2},
-    "pp2": {"pp": 2, "dp_shard": 1},
-    "fsdp2-tp2": {"dp_shard": 2, "tp": 2},
-    "pp2-tp2": {"pp": 2, "dp_shard": 1, "tp": 2},
-}
+LAYOUTS = {"fsdp2": {"dp_shard": 2}, "tp2": {"dp_shard": 1, "tp": 2}}
+LAYOUTS |= {"pp2": {"pp": 2, "dp_shard": 1}, "fsdp2-tp2": {"dp_shard": 2, "tp": 2}}
+LAYOUTS |= {"pp2-tp2": {"pp": 2, "dp_shard": 1, "tp": 2}}
 STEPS = 2
 
 
@@ -51,8 +47,7 @@ def build(kind, device, dtype=torch.float64, **changes):
     name = kind.split()[0]
     sizes = {**SIZES, **{**MODELS, **MORE}.get(kind, {}), **EVEN, **changes}
     model_class = getattr(transformers, f"{name}ForCausalLM")
-    config = model_class.config_class(**sizes)
-    config.use_cache = False
+    config = model_class.config_class(**sizes, use_cache=False)
     if dtype == torch.float64:  # grouped products know no other
         config._experts_implementation = "eager"
     with torch.device(device):
@@ -83,19 +78,17 @@ def train(model, mesh, rank=0, world=1, steps=STEPS, loss=loss_fn):
     return state, losses
 
 
-def train_plainly(model):
-    """What plain torch makes of all rows in one process."""
-    losses = []
+def train_plainly(model, parameters, weights=dict):
+    """What plain torch makes of all rows in one process: each step's loss."""
     for number in range(STEPS):
-        model.zero_grad()
-        batch = torch.cat(micro_batches(number))
-        logits, labels = model(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten()
-        loss = F.cross_entropy(logits, labels)
+        batch, optimizer = torch.cat(micro_batches(number)), torch.optim.SGD(parameters, lr=0.5)
+        logits = torch.func.functional_call(model, weights(), (batch["input_ids"],)).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        torch.optim.SGD(model.parameters(), lr=0.5).step()
-        losses.append(float(loss.detach()))
-    return {name: p.detach() for name, p in model.named_parameters()}, losses
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
 
 
 def evaluated(state):
@@ -136,7 +129,8 @@ def check(kinds, layout, world, directory, dtype=torch.float64):
         before = {name: p.detach().to(dtype).clone() for name, p in model.named_parameters()}
         reference = build(kind, "cpu", dtype)
         reference.load_state_dict(model.state_dict())
-        expected, losses = train_plainly(reference)
+        losses = [*train_plainly(reference, [*reference.parameters()])]
+        expected = full_tensors(reference)
         loss, text = evaluated(train(reference, None, steps=0)[0]), continued(reference)
         found = {}
         for result in results:
@@ -181,13 +175,9 @@ def test_grouped_products_of_experts_train_as_in_one_process(layout, tmp_path):
     check(("Qwen3Moe", "Mixtral"), layout, 2, tmp_path, torch.float32)
 
 
-PROJECTIONS = ("*.q_proj", "*.o_proj", "*.down_proj")
-TARGETS = {
-    "Gemma3": PROJECTIONS,
-    "Olmo2": PROJECTIONS,
-    "Phi3": ("*.qkv_proj", "*.o_proj", "*.gate_up_proj"),
-    "GptOss": ("*.q_proj", "*.o_proj"),
-}
+TARGETS = dict.fromkeys(("Gemma3", "Olmo2"), ("*.q_proj", "*.o_proj", "*.down_proj"))
+TARGETS |= {"GptOss": ("*.q_proj", "*.o_proj")}
+TARGETS |= {"Phi3": ("*.qkv_proj", "*.o_proj", "*.gate_up_proj")}
 """Matrices with adapters, by kind."""
 
 
@@ -216,7 +206,7 @@ def tuned_plainly(kind, model):
     """What plain torch makes of the factors, added to each weight by hand."""
     reference = build(kind, "cpu")
     reference.load_state_dict(model.state_dict())
-    base = {name: p.detach().clone() for name, p in reference.named_parameters()}
+    base = full_tensors(reference)
     drawn = {n: p for n, p in adapted(kind, "cpu").named_parameters() if "lora_" in n}
     factors = {name: p.detach().clone().requires_grad_() for name, p in drawn.items()}
 
@@ -225,14 +215,7 @@ def tuned_plainly(kind, model):
         moved = {f"{e}weight": factors[f"{e}lora_B"] @ factors[f"{e}lora_A"] for e in ends}
         return base | {name: base[name] + 3.0 * product for name, product in moved.items()}
 
-    for number in range(STEPS):
-        batch = torch.cat(micro_batches(number))
-        logits = torch.func.functional_call(reference, weights(), (batch["input_ids"],)).logits
-        F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()).backward()
-        torch.nn.utils.clip_grad_norm_(factors.values(), 1.0)
-        torch.optim.SGD(factors.values(), lr=0.5).step()
-        for factor in factors.values():
-            factor.grad = None
+    assert len([*train_plainly(reference, [*factors.values()], weights)]) == STEPS
     return {name: weight.detach() for name, weight in weights().items()}, base
 
 
@@ -250,7 +233,7 @@ def test_adapters_and_a_head_of_other_kinds_train_as_in_one_process(layout, tmp_
         opened = transformers.AutoModelForCausalLM.from_pretrained(
             tmp_path / kind / layout, dtype=torch.float64
         )
-        found = {name: p.detach() for name, p in opened.named_parameters()}
+        found = full_tensors(opened)
         moved = {n: p - base[n] for n, p in expected.items() if not torch.equal(p, base[n])}
         assert len(moved) == 3 * len(TARGETS[kind])
         assert all(torch.equal(found[n], p) for n, p in base.items() if n not in moved)

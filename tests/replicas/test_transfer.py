@@ -25,13 +25,9 @@ def trained(layout=None):
     """A state in which nothing is at its first value."""
     state = replica_rank.build(layout, model=EVEN)
     state = replica_rank.train(state, replica_rank.load(state), fk.OneGroup(), steps=STEPS)
-    return fk.donate(
-        state,
-        skips=((4, 2),),
-        recent=torch.ones(4, 2, dtype=torch.float64),
-        loss_scale=state.loss_scale * 4,
-        good_steps=state.good_steps + 7,
-    )
+    numbers = {"loss_scale": state.loss_scale * 4, "good_steps": state.good_steps + 7}
+    recent = torch.ones(4, 2, dtype=torch.float64)
+    return fk.donate(state, skips=((4, 2),), recent=recent, **numbers)
 
 
 def everything(state):
