@@ -36,11 +36,8 @@ def flash_kernels(
     """
     calls: list[dict[str, Any]] = []
     library = torch.library.Library("aten", "IMPL")
-    own = ("flash", "varlen")
-    table = {
-        name: attrs.evolve(takes, dtypes=dtypes) if name in own else takes
-        for name, takes in attention_kernels.KERNELS.items()
-    }
+    table = dict(attention_kernels.KERNELS)
+    table |= {name: attrs.evolve(table[name], dtypes=dtypes) for name in ("flash", "varlen")}
 
     def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
         cu_q, cu_k, longest_q, longest_k, dropout, causal, debug = rest
@@ -129,10 +126,8 @@ def _pieces(calls, kind, dtypes, q, k, v, bounds, causal, options):
         lengths = [b - a for a, b in ends[0]]
         assert longest_q == max(lengths), "the longest document, not a bound of it"
         pieces = [((slice(*a),), (slice(*b),)) for a, b in zip(*ends, strict=True)]
-    calls.append(
-        {"kind": kind, "q": tuple(q.shape), "k": tuple(k.shape), "lengths": lengths}
-        | {"causal": causal, "dtype": q.dtype}
-    )
+    shapes = {"q": tuple(q.shape), "k": tuple(k.shape), "dtype": q.dtype}
+    calls.append({"kind": kind, "lengths": lengths, "causal": causal, **shapes})
     return pieces
 
 
@@ -166,9 +161,7 @@ def _of(lse: Tensor, queries: tuple[slice]) -> Tensor:
 
 
 def _lse_shape(q: Tensor, bounds: Any) -> tuple[int, ...]:
-    if bounds[0] is None:
-        return q.shape[0], q.shape[2], q.shape[1]
-    return q.shape[1], q.shape[0]
+    return (len(q), q.shape[2], q.shape[1]) if bounds[0] is None else (q.shape[1], len(q))
 
 
 def _wide(q: Tensor) -> torch.dtype:

@@ -51,13 +51,9 @@ def global_batch(world: int, kind: str = "ragged", seed: int = 0) -> list[list[T
             ids = draw(0, SPEC.vocab_size, (ROWS, places + 1))
             labels = ids[:, 1:].clone()
             labels[draw(0, 10, labels.shape) < 3 + 2 * rank] = -100
-            is_empty = {
-                "ragged": False,
-                "rank_without_targets": rank == world - 1,
-                "empty_micro_batches": micro != 1,
-                "no_targets": True,
-            }[kind]
-            if is_empty and (world > 1 or kind != "rank_without_targets"):
+            is_empty = {"ragged": False, "empty_micro_batches": micro != 1, "no_targets": True}
+            is_empty["rank_without_targets"] = rank == world - 1 > 0
+            if is_empty[kind]:
                 labels[:] = -100
             row.append(TensorDict({"input_ids": ids[:, :-1], "labels": labels}, [ROWS]))
         batches.append(row)
@@ -177,10 +173,8 @@ def full(tensor: Tensor) -> Tensor:
 
 def full_tensors(model: nn.Module, *, gradients: bool = False) -> dict[str, Tensor]:
     """Full parameters, or full gradients, by name."""
-    named = model.named_parameters()
-    if gradients:
-        return {n: full(p.grad).detach().clone() for n, p in named if p.grad is not None}
-    return {n: full(p).detach().clone() for n, p in named}
+    named = ((n, p.grad if gradients else p) for n, p in model.named_parameters())
+    return {n: full(t).detach().clone() for n, t in named if t is not None}
 
 
 def is_kept(model: nn.Module, before: dict[str, Tensor]) -> bool:

@@ -179,10 +179,7 @@ def _stores() -> Iterator[Path]:
 
 
 def _threads(process: int) -> int:
-    try:
-        return len(os.listdir(f"/proc/{process}/task"))
-    except FileNotFoundError:
-        return 0
+    return len([*Path(f"/proc/{process}").glob("task/*")])  # none if it is gone
 
 
 def _collect(connections: list[Connection], timeout_s: float) -> tuple[dict[int, bytes], list[str]]:
@@ -326,14 +323,9 @@ class Shell:
 
     def start(self, command: str, **options: object) -> subprocess.Popen[str]:
         """Start a command line in a process group of its own."""
-        process = subprocess.Popen(
-            ["bash", "-c", self._preamble + command],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            process_group=0,
-            **options,  # pyright: ignore[reportArgumentType]
-        )
+        shown: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        line = ["bash", "-c", self._preamble + command]
+        process = subprocess.Popen(line, process_group=0, **shown | options)
         self._started.append(process)
         return process
 
@@ -416,13 +408,8 @@ class Forked:
         keep: int | None = None,
     ) -> None:
         kept = [] if keep is None else [keep]
-        request: dict[str, Any] = {
-            "fds": [0, 1, 2],
-            "group": group,
-            "argv": list(argv),
-            "cwd": str(cwd or Path.cwd()),
-            "environ": dict(env),
-        }
+        request: dict[str, Any] = {"fds": [0, 1, 2], "group": group, "argv": [*argv]}
+        request |= {"cwd": str(cwd or Path.cwd()), "environ": {**env}}
         message = json.dumps(request).encode()
         self._line = socket.socket(socket.AF_UNIX)
         self._line.connect(server())

@@ -70,18 +70,15 @@ class Groups:
 
     def last_step(self) -> int:
         """The newest step that a group has committed."""
-        return max((e["step"] for e in self.recent() if e["event"] == "updates"), default=-1)
+        return max((e["step"] for e in self.updates()), default=-1)
 
     def next_update(self, since: float, besides: set[int]) -> float:
         """Wait for a step after a time by another process; return when it was."""
         later: list[float] = []
 
         def look() -> bool:
-            later[:] = [
-                e["t"]
-                for e in self.recent()
-                if e["event"] == "updates" and e["t"] > since and e["pid"] not in besides
-            ]
+            updates = (e for e in self.updates() if e["pid"] not in besides)
+            later[:] = [e["t"] for e in updates if e["t"] > since]
             return bool(later)
 
         self.wait_until(look, "step of the survivors")
@@ -89,7 +86,11 @@ class Groups:
 
     def has_committed(self, processes: set[int]) -> bool:
         """Whether one of these processes has taken a step."""
-        return any(e["event"] == "updates" and e["pid"] in processes for e in self.recent())
+        return any(e["pid"] in processes for e in self.updates())
+
+    def updates(self) -> list[dict[str, Any]]:
+        """Of the last events those of steps that were committed."""
+        return [e for e in self.recent() if e["event"] == "updates"]
 
     def recent(self) -> list[dict[str, Any]]:
         """The last events of each rank."""
@@ -163,13 +164,9 @@ def assert_each_sample_once(events: list[dict[str, Any]], steps: int) -> None:
     for step in range(steps):
         attempts = [e for e in events if e["step"] == step and e["event"] == "commits"]
         assert attempts, f"no attempt at step {step} was committed"
-        participants = attempts[-1]["part"][1]
-        tried = [
-            e
-            for e in events
-            if e["step"] == step and e["event"] == "tries" and e["part"][1] == participants
-        ]
-        by_part = {(tuple(e["part"]), tuple(e["rows"])) for e in tried}
-        rows = sorted(row for _, rows in by_part for row in rows)
+        tried = [e for e in events if e["step"] == step and e["event"] == "tries"]
+        groups = attempts[-1]["part"][1]
+        by_part = {(*e["part"], *e["rows"]) for e in tried if e["part"][1] == groups}
+        rows = sorted(row for _, _, *rows in by_part for row in rows)
         first = step * replica_rank.GLOBAL_BATCH
         assert rows == [*range(first, first + replica_rank.GLOBAL_BATCH)], step

@@ -109,10 +109,7 @@ class Stream:
         for copy in self.pending():
             copy.proceed()
 
-    def synchronize(self) -> None:
-        """Let the host wait."""
-        for copy in self.pending():
-            copy.arrive()
+    synchronize = Event.synchronize
 
     def wait_event(self, event: Event) -> None:
         """Let what follows here wait for an event."""

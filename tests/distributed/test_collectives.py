@@ -38,11 +38,8 @@ def _count(rank, world, layout):
             batch["source"] = torch.arange(len(batch)) % 2
         with StepWatch() as watch:
             state, _ = step(state, batches)
-        found: Counter[str] = Counter()
-        for call, times in watch.work.calls.items():
-            if len(call.ranks) > 1:  # else nothing moves
-                found[call.op] += times
-        counted.append(found)
+        calls = watch.work.calls.elements()
+        counted.append(Counter(call.op for call in calls if len(call.ranks) > 1))  # else none moves
     return counted[1:]
 
 
@@ -61,11 +58,9 @@ def _needed(row: Row, micros: int, rank: int) -> Counter[str]:
     """Everything but the one, for a rank."""
     stages, count = _stages(row, rank)
     blocks = row.layers * len(stages) // count
-    parts = [_fsdp(row, micros, blocks, len(stages)), _pipeline(row, micros, rank)]
-    parts.append(_tensor(row, micros, blocks, 0 in stages, count - 1 in stages))
-    parts.append(_context(row, micros, blocks))
-    parts.append(_experts(row, micros, blocks))
-    return sum(parts, Counter())
+    needed = _fsdp(row, micros, blocks, len(stages)) + _pipeline(row, micros, rank)
+    needed += _tensor(row, micros, blocks, 0 in stages, count - 1 in stages)
+    return needed + _context(row, micros, blocks) + _experts(row, micros, blocks)
 
 
 def _stages(row: Row, rank: int) -> tuple[list[int], int]:
@@ -84,13 +79,12 @@ def _fsdp(row: Row, micros: int, blocks: int, roots: int) -> Counter[str]:
     Forward and backward gather each block; the root (embedding, norm, output) stays in between.
     Pipeline stages gather everything once for the whole step.
     """
-    needed: Counter[str] = Counter()
+    needed, once = Counter(), blocks + roots
     if row.size("dp_shard") * row.size("cp") > 1:
-        once = blocks + roots
         each = micros * (2 * blocks + roots)
         needed.update(all_gather=once if row.size("pp") > 1 else each, reduce_scatter=once)
     if row.size("dp_replicate") > 1:
-        needed.update(all_reduce=blocks + roots)
+        needed.update(all_reduce=once)
     return needed
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from functools import partial
+from operator import itemgetter
 
 import adapted
 import attrs
@@ -171,13 +172,10 @@ def plain(**changes):
     return fk.Transformer(attrs.evolve(adapted.SPEC, **changes))
 
 
-def in_file(change):
-    def rewrite(folder):
-        tensors = load_file(folder / TENSORS)
-        change(tensors)
-        save_file(tensors, folder / TENSORS)
-
-    return rewrite
+def in_file(change, folder):
+    tensors = load_file(folder / TENSORS)
+    change(tensors)
+    save_file(tensors, folder / TENSORS)
 
 
 def odd(folder):
@@ -189,7 +187,8 @@ def same(folder):
     pass
 
 
-STRANGE = "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"
+STRANGE = {"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.ones(4, 32)}
+VERA = {"x.vera_lambda": torch.ones(1)}
 ODD = {"bias": "all", "peft_type": "VERA", "modules_to_save": ["lm_head"]}
 ODD |= {"init_lora_weights": "pissa"}
 LESS = adapted.PLAIN[0] | {"alpha": 12.0}
@@ -206,24 +205,18 @@ LOADED = [
     (same, lambda: plain(dim=48), r"need \{'A': \(\d, 48\)"),
     (same, lambda: fk.add_lora(plain(), targets="*.query"), "/adapter: only it has '"),
     (same, other_scale, "scale 4 and dora=False there and rank 4, scale 3 and dora=False here"),
-    (in_file(lambda t: t.update({STRANGE: torch.ones(4, 32)})), plain, "this model does not have"),
-    (in_file(lambda t: t.pop(min(t))), plain, r"has \{'B': .* need \{'A': "),
-    (
-        in_file(lambda t: t.update({"x.vera_lambda": torch.ones(1)})),
-        plain,
-        "vera_lambda', not base",
-    ),
-    (in_file(lambda t: t[min(t)].fill_(math.nan)), plain, "contains values that are not finite"),
+    (partial(in_file, lambda t: t.update(STRANGE)), plain, "this model does not have"),
+    (partial(in_file, lambda t: t.pop(min(t))), plain, r"has \{'B': .* need \{'A': "),
+    (partial(in_file, lambda t: t.update(VERA)), plain, "vera_lambda', not base"),
+    (partial(in_file, lambda t: t[min(t)].fill_(math.nan)), plain, "values that are not finite"),
     (lambda folder: truncate(folder / TENSORS), plain, "/adapter: SafetensorError: "),
     (odd, plain, r"='VERA', bias='all', init_lora_weights='pissa', modules_to_save=\['lm"),
 ]
 
 
-@pytest.mark.parametrize(("change", "model", "message"), LOADED)
-def test_an_adapter_of_another_base_is_refused_and_changes_nothing(
-    change, model, message, tmp_path
-):
-    folder = tmp_path / "adapter"
+@pytest.mark.parametrize("case", LOADED, ids=itemgetter(2))
+def test_an_adapter_of_another_base_is_refused_and_changes_nothing(case, tmp_path):
+    (change, model, message), folder = case, tmp_path / "adapter"
     fk.save_adapter(move(build("plain")), folder)
     change(folder)
     before = full_tensors(target := model())
@@ -247,7 +240,7 @@ def test_an_adapter_of_experts_is_refused_with_how_to_merge_it(case, tmp_path):
     move(peft.get_peft_model(theirs(), config)).save_pretrained(tmp_path / "adapter")
     before = full_tensors(model := ours(theirs(), tmp_path / "base"))
     message = (
-        r"/adapter: 'model\.layers\.\d\.mlp\.experts.*' is an adapter of experts, .* with peft, "
+        r"/adapter: 'model\.layers\.\d\.mlp\.experts.*' is an adapter of experts, .* with pe"
     )
     with pytest.raises(fk.CheckpointError, match=message):
         fk.load_adapter(model, tmp_path / "adapter")
@@ -282,10 +275,7 @@ SAVED = [
     (trained, r"1 trained parameters .*'norm\.weight'"),
     (merged, "the file is for a base without them"),
     (partial(build, "dense"), r"has DoRA, but '.*' does not"),
-    (
-        partial(build, "experts"),
-        r"'layers\.1\..*\.experts\..*' is an adapter of experts, .*merge_lora ",
-    ),
+    (partial(build, "experts"), r"'layers\.1\..*\.experts\..*' is an adapter of experts, .*merge"),
 ]
 
 

@@ -36,15 +36,12 @@ def test_logits_are_those_of_weights_with_the_product_added(kind):
 @pytest.mark.parametrize("adapter", [{}, {"dora": True}, {"base": "nf4"}])
 def test_no_rows_make_no_rows(adapter):
     """As an expert of a foreign model that no token chose."""
-    model = nn.Sequential(nn.Linear(128, 128))
-    fk.add_lora(model, rank=2, targets="0", **adapter)
-    for shape in ((0, 128), (2, 0, 128)):
-        x = torch.ones(shape, requires_grad=True)
-        out = model(x)
-        out.sum().backward()
-        assert (out.shape, x.grad.shape) == (x.shape, x.shape)
+    model = fk.add_lora(nn.Sequential(nn.Linear(128, 128)), rank=2, targets="0", **adapter)
+    x = torch.ones(2, 0, 128, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad.shape == x.shape
     fk.merge_lora(model)
-    assert model(torch.ones(3, 0, 128)).shape == (3, 0, 128)
+    assert model(x).shape == x.shape
 
 
 def test_initial_values_follow_seed_and_name():
@@ -167,10 +164,7 @@ def merged():
 dense, experts = partial(plain, "dense"), partial(plain, "experts")
 add = fk.add_lora
 REFUSED = [
-    (
-        lambda: add(dense(), targets=("*.quary",)),
-        r"no linear layer .* matches .* '\*\.quary'.*\"query",
-    ),
+    (lambda: add(dense(), targets="*.quary"), r"no linear layer .* '\*\.quary'.*\"query"),
     (lambda: add(dense(), alpha=0.0), "'alpha' must be > 0: 0.0"),
     (lambda: add(build("dense"), targets="*.query"), r"attention\.query' already has an adapter"),
     (lambda: add(build("experts"), targets="*.experts.up"), r"experts\.up' already has an adapter"),

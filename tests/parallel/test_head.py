@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import first_of
-from lab import Watch, mean_gradients, reference_gradients, relative_error
+from lab import Watch, lay_out, mean_gradients, reference_gradients, relative_error
 from parallel.test_transformers_models import LAYOUTS, build
 from pool import run_again
 from tensordict import TensorDict
@@ -90,11 +90,10 @@ BATCHES = [draw_batch(seed) for seed in range(4)]
 
 
 def gradients_of(
-    model: nn.Module, mesh: Any, loss: Callable[..., fk.Loss]
+    model: nn.Module, layout: str, loss: Callable[..., fk.Loss], head: str | None = None
 ) -> tuple[dict[str, Tensor], Tensor]:
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    state = fk.TrainState.create(model, torch.optim.SGD(trained), mesh=mesh)
-    rank, world = fk.data_ranks(mesh)
+    state = lay_out(model, LAYOUTS[layout], head=head)
+    rank, world = fk.data_ranks(state.mesh)
     gradients = mean_gradients(state, BATCHES[rank::world], loss)
     return gradients, fk.evaluate(state, BATCHES[rank::world], loss)["loss"]
 
@@ -109,9 +108,7 @@ def check(everyone: list[Any], reference: Any, tolerance: float) -> None:
 
 
 def _with_head(rank: int, world: int, kinds: Sequence[str], layout: str) -> dict[str, Any]:
-    mesh = fk.build_mesh(fk.MeshSpec(**LAYOUTS[layout]), device="cpu")
-    models = {kind: fk.parallelize(build_kind(kind), mesh, head="lm_head") for kind in kinds}
-    return {kind: gradients_of(model, mesh, head_loss) for kind, model in models.items()}
+    return {kind: gradients_of(build_kind(kind), layout, head_loss, "lm_head") for kind in kinds}
 
 
 @pytest.mark.parametrize(("layout", "kinds"), first_of(CHOSEN, EVERY))
@@ -129,9 +126,8 @@ WHOLE = {"more terms": (partial(plus, mixed), 1e-10), "the model's own": (their_
 
 
 def _whole(rank: int, world: int, layout: str) -> dict[str, Any]:
-    mesh = fk.build_mesh(fk.MeshSpec(**LAYOUTS[layout]), device="cpu")
-    model = fk.parallelize(build_kind("plain"), mesh)
-    return {name: gradients_of(model, mesh, loss) for name, (loss, _) in WHOLE.items()}
+    jobs = {name: loss for name, (loss, _) in WHOLE.items()}
+    return {name: gradients_of(build_kind("plain"), layout, loss) for name, loss in jobs.items()}
 
 
 @pytest.mark.parametrize("layout", ["tp2", pytest.param("fsdp2-tp2", marks=pytest.mark.oracle)])
@@ -143,8 +139,7 @@ def test_losses_of_logits_that_ranks_share_have_the_gradient_of_one_process(layo
 
 
 def _largest(rank: int, world: int) -> None:
-    mesh = fk.build_mesh(fk.MeshSpec(tp=world), device="cpu")
-    model = fk.parallelize(build_kind("plain", vocab_size=256), mesh, head="lm_head")
+    model = lay_out(build_kind("plain", vocab_size=256), {"tp": world}, head="lm_head").model
     batch, whole = draw_batch(0, positions=64), ROWS * 64 * 256
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy_file, "LOGITS_ON_CPU", 16 * 256)

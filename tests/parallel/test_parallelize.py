@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from flash_kernels import flash_kernels
-from lab import SPEC, full_tensors, relative_error
+from lab import SPEC, full_tensors, lay_out, relative_error
 from pool import run_again
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,12 +23,10 @@ class Foreign(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed = nn.Embedding(SPEC.vocab_size, 8)
-        self.net = nn.Module()
+        self.embed, self.net = nn.Embedding(SPEC.vocab_size, 8), nn.Module()
         first, second = (nn.Sequential(nn.Linear(8, 8, bias=i > 0), nn.GELU()) for i in range(2))
         self.net.body = nn.Sequential(first, second, first)
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, SPEC.vocab_size, bias=False)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, SPEC.vocab_size, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, input_ids):
@@ -34,10 +34,9 @@ class Foreign(nn.Module):
 
 
 def gradients(model, ids=IDS):
-    """The summed loss and its full gradients."""
-    loss = fk.cross_entropy(model(ids), ids.roll(-1, 1)).sum
-    loss.backward()
-    return loss.detach(), full_tensors(model, gradients=True)
+    """Full gradients of the summed loss."""
+    fk.cross_entropy(model(ids), ids.roll(-1, 1)).sum.backward()
+    return full_tensors(model, gradients=True)
 
 
 def _foreign(device="cpu", seed=0):
@@ -59,7 +58,7 @@ def _foreign_gradients(rank, world, device, what):
     assert model.head.weight is model.embed.weight
     assert not any(model.buffers())
     wrapped = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    return gradients(model, IDS.chunk(world)[rank])[1], wrapped
+    return gradients(model, IDS.chunk(world)[rank]), wrapped
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,7 @@ def _foreign_gradients(rank, world, device, what):
 )
 def test_a_foreign_model_has_the_gradient_of_one_process(world, device, what):
     """Parameters that modules share stay shared, on meta too and without FSDP."""
-    expected = gradients(_foreign())[1]
+    expected = gradients(_foreign())
     for found, wrapped in run_again(_foreign_gradients, world, device, what):
         assert relative_error(found, expected) < 1e-6
         names = ["", "net.body.0", "net.body.1"]
@@ -79,8 +78,7 @@ def test_a_foreign_model_has_the_gradient_of_one_process(world, device, what):
 
 
 def _bf16(rank, world):
-    mesh = fk.build_mesh(device="cpu")
-    model = fk.parallelize(fk.Transformer(SPEC), mesh, precision="bf16")
+    model = lay_out(fk.Transformer(SPEC), precision="bf16").model
     seen = {}
     block = model.layers[1].attention
     block.register_forward_pre_hook(lambda _, args: seen.update(enumerate(args[:3])))
@@ -117,10 +115,6 @@ def _with_a_shared_part():
     return model
 
 
-def transformer():
-    return fk.Transformer(SPEC)
-
-
 BODY = {"blocks": "net.body", "precision": "bf16"}
 FLASH = {"attention": "flash", "precision": "bf16"}
 REFUSED = {
@@ -128,7 +122,7 @@ REFUSED = {
     r"'net.layers' is not a ModuleList .* \['net.body', ": (Foreign, {"blocks": "net.layers"}),
     '.fast.; it must be one of "auto", "flash", "varlen", "fl': (Foreign, {"attention": "fast"}),
     "no module of Foreign has an 'attend' socke": (Foreign, {"attention": "sdpa"}),
-    "8 divides, not of 4. For": (transformer, FLASH),
+    "8 divides, not of 4. For": (partial(fk.Transformer, SPEC), FLASH),
     "mlp_tiles 0 must be at least 1": (Foreign, {"mlp_tiles": 0}),
     "mlp_tiles is 2, but Foreign has no Tr": (Foreign, {"mlp_tiles": 2, "blocks": "net.body"}),
     "='budget' needs compile=True": (Foreign, {"activation_checkpoint": "budget"}),

@@ -19,10 +19,8 @@ DEEP = attrs.evolve(SPEC, layers=4, dropout=0.1)
 
 
 def _largest(costs, bounds, first, last):
-    sums = [sum(costs[a:b]) for a, b in itertools.pairwise(bounds)]
-    sums[0] += first
-    sums[-1] += last
-    return max(sums)
+    whole = [first + costs[0], *costs[1:-1], costs[-1] + last]
+    return max(sum(whole[a:b]) for a, b in itertools.pairwise(bounds))
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 5])
@@ -102,9 +100,8 @@ def test_parameters_of_no_single_stage_are_refused():
     for name in ("", "net"):
         model = _Nested()
         model.get_submodule(name).scale = nn.Parameter(torch.ones(3))
-        with pytest.raises(
-            ValueError, match=r"_Nested has the parameters \['scale'\] outside the mod"
-        ):
+        message = r"_Nested has the parameters \['scale'\] outside the mod"
+        with pytest.raises(ValueError, match=message):
             _modules(model, "net.body")
     model = _Nested()
     model.net.body[1] = model.net.body[0]

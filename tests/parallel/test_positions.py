@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from lab import full_tensors, is_kept, mean_gradients, reference_gradients, relative_error
+from lab import (
+    full_tensors,
+    is_kept,
+    mean_gradients,
+    reference_gradients,
+    relative_error,
+    torch_loss,
+)
 from pool import run_again
 from tensordict import TensorDict
 from torch.distributed.device_mesh import init_device_mesh
@@ -61,19 +68,12 @@ def _build(kind):
     return model
 
 
-def _loss(model, batch):
-    positions = {"position_ids": batch["position_ids"]} if "position_ids" in batch else {}
-    return fk.cross_entropy(model(batch["input_ids"], **positions), batch["labels"])
-
-
 def _batch(*, given=False):
     generator = torch.Generator().manual_seed(1)
     ids, labels = torch.randint(22, (2, 3, 16), generator=generator)
     labels[0, :5] = -100
-    items = {"input_ids": ids, "labels": labels}
-    if given:
-        items["position_ids"] = torch.arange(16).expand(3, -1).clone()
-    return TensorDict(items, [3])
+    more = {"position_ids": torch.arange(16).expand(3, -1).clone()} if given else {}
+    return TensorDict({"input_ids": ids, "labels": labels, **more}, [3])
 
 
 def _state(kind, method, precision="fp32"):
@@ -96,7 +96,7 @@ WRONG = {
 
 def _refuse(state, message):
     before = full_tensors(state.model)
-    step = fk.make_step(_loss, schedule=fk.constant(0.1))
+    step = fk.make_step(torch_loss, schedule=fk.constant(0.1))
     with pytest.raises(ValueError, match=message) as caught:
         step(state, [_batch()])
     assert "take positions from the batch (position_ids) or self.locate" in str(caught.value)
@@ -108,7 +108,7 @@ def _on_two_ranks(rank, world):
     for kind, (message, method, precision) in WRONG.items():
         _refuse(_state(kind, method, precision), message)
     return [
-        mean_gradients(_state(kind, method), [_batch(given=given)], _loss)
+        mean_gradients(_state(kind, method), [_batch(given=given)], torch_loss)
         for kind, given, method in CASES
     ]
 
@@ -116,6 +116,6 @@ def _on_two_ranks(rank, world):
 def test_a_model_that_makes_its_own_positions_is_refused_and_others_are_exact():
     by_rank = run_again(_on_two_ranks, 2)
     for number, (kind, given, _) in enumerate(CASES):
-        expected, _ = reference_gradients(_build(kind), [[_batch(given=given)]], _loss)
+        expected, _ = reference_gradients(_build(kind), [[_batch(given=given)]])
         for gradients in by_rank:
             assert relative_error(gradients[number], expected) < 1e-10

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import first_of
-from lab import SPEC, Watch, full_tensors, relative_error
+from lab import SPEC, Watch, full_tensors, lay_out, relative_error
 from pool import run_again, run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -266,6 +266,10 @@ def test_plans_that_do_not_fit_are_refused(build, plan, message):
 
 
 def _refused(rank, world):
+    with torch.device(("cpu", "meta")[rank]):
+        model = transformer()
+    with pytest.raises(ValueError, match=r"model: .* 0 on meta .* rank 0, .* 12 on meta .* rank 1"):
+        lay_out(model)
     message = r"^'embed.weight' and 'head.weight' are one parameter, but the plan shards"
     with pytest.raises(ValueError, match=message):
         sharded(Foreign(), world, {"embed": "embedding"})
