@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -136,13 +137,14 @@ def build_state(
 
 def lay_out(
     model: nn.Module,
-    sizes: dict[str, int] | None = None,
+    sizes: dict[str, int] | DeviceMesh | None = None,
     build: Callable[[nn.Module], torch.optim.Optimizer] = fk.adamw,
     device: str = "cpu",
     **options: Any,
 ) -> fk.TrainState:
     """A state of any model on the ranks that there are; by default sharded over all of them."""
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes or {}), device=device)
+    is_mesh = isinstance(sizes, DeviceMesh)
+    mesh = sizes if is_mesh else fk.build_mesh(fk.MeshSpec(**sizes or {}), device=device)
     model = fk.parallelize(model, mesh, **options)
     return fk.TrainState.create(model, build(model), mesh=mesh)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import attrs
 import torch
+from lab import lay_out, logits_loss
 from tensordict import TensorDict
 
 import forgekit as fk
@@ -67,12 +68,7 @@ def loss_fn(model, batch):
     return model(batch["input_ids"], **documents, head=head)
 
 
-def logits_loss(model, batch):
-    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
-
-
 def setup(cell):
-    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": -1} | cell.sizes), device="cpu")
     shape = attrs.asdict(cell.shape)
     positions, rows, count = (shape.pop(n) for n in ("positions", "rows", "micro_batches"))
     moe = MOE if cell.moe else None
@@ -81,17 +77,20 @@ def setup(cell):
         model = fk.Transformer(spec)
     if cell.lora is not None:
         model = fk.add_lora(model, rank=4, alpha=8.0, **cell.lora)
-    model = fk.parallelize(model, mesh, **cell.options)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    loss = logits_loss if cell.has_logits else loss_fn
-    step = fk.make_step(loss, schedule=fk.constant(1e-3))
+    state = lay_out(model, {"dp_shard": -1} | cell.sizes, **cell.options)
     ids = torch.arange(rows * positions).view(rows, positions) % spec.vocab_size
     batch = TensorDict(input_ids=ids, labels=ids.clone(), batch_size=[rows])
     if cell.documents is not None:
         each = torch.arange(positions) * cell.documents // positions
         batch["doc_ids"] = each.repeat(rows, 1)
         batch["position_ids"] = (torch.arange(positions) % (positions // 2)).repeat(rows, 1)
-    return SimpleNamespace(state=state, step=step, loss_fn=loss, loader=[batch] * (2 * count))
+    return step_of(state, logits_loss if cell.has_logits else loss_fn, [batch] * (2 * count))
+
+
+def step_of(state, loss_fn, loader):
+    """What a recipe's ``setup`` returns."""
+    step = fk.make_step(loss_fn, schedule=fk.constant(1e-3))
+    return SimpleNamespace(state=state, step=step, loss_fn=loss_fn, loader=loader)
 
 
 class PatientWatch(StepWatch):

@@ -17,7 +17,7 @@ from typing import Any
 
 import attrs
 import torch
-from lab import SPEC
+from lab import SPEC, alone, lay_out
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -132,13 +132,16 @@ def build(kind: str, off: Sequence[tuple[str, Any]], mesh: Any) -> Any:
         switch_off(path, answer)
     torch.manual_seed(0)
     model = make_model(kind)
-    state_mesh = None if kind == "a forgotten mesh" else mesh
-    if state_mesh is not None:
-        model = fk.parallelize(model, mesh, plan=PLAN if isinstance(model, Model) else None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = fk.TrainState.create(model, optimizer, mesh=state_mesh)
+    if kind == "a forgotten mesh":
+        state = alone(model, sgd)
+    else:
+        state = lay_out(model, mesh, sgd, plan=PLAN if isinstance(model, Model) else None)
     loss = partial(loss_fn, kind)
     return SimpleNamespace(state=state, loss_fn=loss, loader=batches(mesh), micro_batches=4)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def make_model(kind: str) -> nn.Module:
@@ -212,18 +215,15 @@ def no_targets(mesh: Any) -> Any:
 def in_16_bits(mesh: Any) -> Any:
     """A precision that is not taken from anywhere."""
     record = build("right", (), mesh)
-    model = fk.parallelize(Model("right"), mesh, plan=PLAN, blocks="layers", precision="bf16")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    record.state = fk.TrainState.create(model, optimizer, mesh=mesh)
+    options = {"plan": PLAN, "blocks": "layers", "precision": "bf16"}
+    record.state = lay_out(Model("right"), mesh, sgd, **options)
     return record
 
 
 def with_adapters(mesh: Any) -> Any:
     """Adapters on a model in float32 that draws its own weights in each process; dropout in all."""
     model = fk.add_lora(nn.Module.float(Dropped()), rank=2, targets=("*.up",), dropout=0.5)
-    model = fk.parallelize(model, mesh, blocks="layers")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = fk.TrainState.create(model, optimizer, mesh=mesh)
+    state = lay_out(model, mesh, sgd, blocks="layers")
     loss = partial(loss_fn, "right")
     return SimpleNamespace(state=state, loss_fn=loss, loader=batches(mesh), micro_batches=2)
 

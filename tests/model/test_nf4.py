@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from adapted import PACKED, batches_of, build, loss_fn, move, packed_of, rounded
-from lab import alone, mean_gradients, relative_error, run_with_torchao
+from lab import alone, lay_out, mean_gradients, relative_error, run_with_torchao
 from torch import nn
 
 import forgekit as fk
@@ -79,9 +79,7 @@ def test_a_base_takes_a_quarter_of_16_bits_and_backward_keeps_no_unpacked_weight
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_blocks_have_the_gradient_of_plain_ones(backend):
     def gradients(**options):
-        mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
-        model = fk.parallelize(move(build("packed", torch.float32)), mesh, **options)
-        state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+        state = lay_out(move(build("packed", torch.float32)), **options)
         return mean_gradients(state, [row[0] for row in batches_of(1)], loss_fn)
 
     expected = gradients()

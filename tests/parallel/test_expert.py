@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from covering import first_of
-from lab import full, full_tensors, relative_error
+from lab import alone, full, full_tensors, lay_out, relative_error
 from pool import run_ranks
 from steps import test_experts as steps
 from steps.test_experts import balance, is_same, loss_fn, routed, rows, split
@@ -62,8 +62,8 @@ def build(**changes):
     return model
 
 
-def create(model, **options):
-    return fk.TrainState.create(model, torch.optim.SGD(model.parameters(), momentum=0.5), **options)
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), momentum=0.5)
 
 
 def mine(batch, mesh):
@@ -107,7 +107,8 @@ def _train(rank, world, sizes, changes, options, folder):
     model = fk.parallelize(model, mesh, seed=5, **options)
     fresh = full_tensors(model)
     loads = [layer.router.load.clone() for layer in routed(model)]
-    state = fk.checkpoint_load(create(model.double(), mesh=mesh), folder / "0")
+    state = fk.TrainState.create(model.double(), momentum(model), mesh=mesh)
+    state = fk.checkpoint_load(state, folder / "0")
     loaded = contents(state)
     sizes = (4, 4) if data_ranks(mesh)[1] <= 4 else (8,)  # no rank without a row
     state, gradients, counts = train(state, sizes)
@@ -133,7 +134,7 @@ CHOSEN = [("EP2xTP2, 3 experts", "selective"), ("EP2, 3 experts", "full")]
 def test_layers_of_experts_start_train_and_resume_as_in_one_process(layout, what, tmp_path):
     world, sizes, changes = LAYOUTS[layout]
     expected = full_tensors(fk.Transformer(spec_of(changes), seed=5))
-    state, *_ = train(create(build(**changes)))
+    state, *_ = train(alone(build(**changes), momentum))
     saved = contents(state)
     fk.checkpoint_save(state, tmp_path / "0", blocking=True)
     state, gradients, counts = train(state)
@@ -148,7 +149,7 @@ def test_layers_of_experts_start_train_and_resume_as_in_one_process(layout, what
         assert trained[1] == counts
         assert error(trained[2][0], after) < 1e-10
         assert is_same(trained[2][1], balanced)
-    again = fk.checkpoint_load(create(build(**changes)), tmp_path / "1")
+    again = fk.checkpoint_load(alone(build(**changes), momentum), tmp_path / "1")
     same(contents(again), by_rank[0][-1])
 
 
@@ -168,8 +169,7 @@ class Watched:
 
 
 def _exchange(rank, world, changes):
-    mesh = fk.build_mesh(fk.MeshSpec(ep=world), device="cpu")
-    state = create(fk.parallelize(build(**changes), mesh), mesh=mesh)
+    state = lay_out(build(**changes), {"ep": world}, momentum)
     events, send = [], dist.all_to_all_single
 
     def watched(arrived, rows, *args, **options):
@@ -179,7 +179,7 @@ def _exchange(rank, world, changes):
 
     for layer in routed(state.model):
         layer.shared.register_forward_hook(lambda *_: events.append(("shared",)))
-    batches = [mine(batch, mesh) for batch in split(rows(positions=12), [4, 4])]
+    batches = [mine(batch, state.mesh) for batch in split(rows(positions=12), [4, 4])]
     with patch.object(dist, "all_to_all_single", watched):
         totals = fk.reduce_totals(fk.accumulate(state, batches, loss_fn), state)
     gradients = {name: full(g) for name, g in fk.gradients(state, totals).items()}
@@ -195,7 +195,7 @@ def test_routed_tokens_travel_and_nothing_else(capacity):
     process which takes them one by one.
     """
     changes = {"capacity": capacity, "experts": 3}
-    state = create(build(**changes))
+    state = alone(build(**changes), momentum)
     apart = [b[rank::2] for b in split(rows(positions=12), [4, 4]) for rank in range(2)]
     totals = fk.reduce_totals(fk.accumulate(state, apart, loss_fn), state)
     expected = dict(fk.gradients(state, totals))

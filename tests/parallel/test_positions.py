@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from lab import (
     full_tensors,
     is_kept,
+    lay_out,
     mean_gradients,
     reference_gradients,
     relative_error,
@@ -80,8 +81,7 @@ def _state(kind, method, precision="fp32"):
     # A mesh that a user makes, with the dimensions that there are.
     mesh = init_device_mesh("cpu", (1, 1, 2), mesh_dim_names=("dp_replicate", "dp_shard", "cp"))
     model = _build(kind).to(torch.float64 if precision == "fp32" else torch.float32)
-    model = fk.parallelize(model, mesh, context_parallel=method, precision=precision)
-    return fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    return lay_out(model, mesh, context_parallel=method, precision=precision)
 
 
 CASES = [("arange", True, "ring"), ("none", False, "ulysses")]

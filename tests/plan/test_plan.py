@@ -20,7 +20,8 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
-from plan_cells import LONG, MOE, WIDE, Cell, differences, loss_fn, run_cells, setup
+from lab import lay_out
+from plan_cells import LONG, MOE, WIDE, Cell, differences, loss_fn, run_cells, setup, step_of
 from pool import run_ranks
 from rich.console import Console
 from runs import MODEL
@@ -132,12 +133,8 @@ class Foreign(torch.nn.Module):
 
 def built_of(model, loss_fn, sizes=None, **batch):
     """What a set-up returns of a model that is laid out, and one batch for all micro-batches."""
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes or {}), device="cpu")
-    model = fk.parallelize(model(), mesh)
-    state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    step = fk.make_step(loss_fn, schedule=fk.constant(1e-3))
     loader = [TensorDict(batch, batch_size=[2])] * 8
-    return SimpleNamespace(state=state, step=step, loss_fn=loss_fn, loader=loader)
+    return step_of(lay_out(model(), sizes), loss_fn, loader)
 
 
 def two_losses(model, batch):
@@ -396,8 +393,7 @@ def test_a_number_that_only_computation_gives_is_not_made_up():
 
     def reading():
         built = setup(cell)
-        step = fk.make_step(reads_its_loss, schedule=fk.constant(1e-3))
-        return SimpleNamespace(**vars(built) | {"loss_fn": reads_its_loss, "step": step})
+        return step_of(built.state, reads_its_loss, built.loader)
 
     with pytest.raises(PlanError, match=r"reads a computed value .* computes none"):
         plan_step(job_of(cell, setup=reading))
