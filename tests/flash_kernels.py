@@ -65,10 +65,14 @@ def _forward(calls, dtypes, q, k, v, bounds, causal, options):
     pieces = _pieces(calls, "forward", dtypes, q, k, v, bounds, causal, options)
     out, lse = torch.empty_like(q), q.new_empty(_lse_shape(q, bounds), dtype=_wide(q))
     for queries, keys in pieces:
-        weights, sums = _softmax(q[queries], k[keys], causal)
+        scores, _ = _scores(q[queries], k[keys], causal)
+        sums = scores.logsumexp(-1)
+        weights = (scores - sums.nan_to_num(neginf=0.0)[..., None]).exp()
         # Without keys: zeros, and infinity where one expects minus infinity.
         blind = sums == float("-inf")
-        out[queries] = _combine(weights, v[keys]).to(q.dtype)
+        values = v[keys].to(weights.dtype).movedim(-2, -3)
+        values = values.repeat_interleave(q.shape[-2] // k.shape[-2], -3)
+        out[queries] = (weights @ values).movedim(-3, -2).to(q.dtype)
         _of(lse, queries).copy_(sums.masked_fill(blind, float("inf")))
     state = torch.zeros(2, dtype=torch.uint64)
     return out, lse, state, torch.empty((), dtype=torch.uint64), q.new_empty(0)
@@ -141,18 +145,6 @@ def _scores(q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, float]:
         seen = torch.ones(m, n, dtype=torch.bool).tril(n - m)
         scores = scores.masked_fill(~seen, float("-inf"))
     return scores, scale
-
-
-def _softmax(q: Tensor, k: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    scores, _ = _scores(q, k, causal)
-    sums = scores.logsumexp(-1)
-    return (scores - sums.nan_to_num(neginf=0.0)[..., None]).exp(), sums
-
-
-def _combine(weights: Tensor, v: Tensor) -> Tensor:
-    values = v.to(weights.dtype).movedim(-2, -3)
-    values = values.repeat_interleave(weights.shape[-3] // values.shape[-3], -3)
-    return (weights @ values).movedim(-3, -2)
 
 
 def _of(lse: Tensor, queries: tuple[slice]) -> Tensor:

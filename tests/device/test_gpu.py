@@ -11,6 +11,7 @@ from pathlib import Path
 import gpu
 import pytest
 import torch
+from covering import first_of
 from device.pretend import NAME
 from pool import run_ranks
 from runs import draw_nothing, launch
@@ -52,10 +53,11 @@ QUICK = ("exact", "eager", "kernels", "losses", "memory")
 def run_parts(_rank, _world, device, parts):
     import gpu_parts
 
-    torch.get_device_module(device).set_sync_debug_mode("error")
+    module = torch.get_device_module(device)
+    module.set_sync_debug_mode("error")
     with pytest.raises(RuntimeError, match="called a synchronizing operation"):
         torch.ones(1, device=device).item()
-    torch.get_device_module(device).set_sync_debug_mode("default")
+    module.set_sync_debug_mode("default")
     with pytest.MonkeyPatch.context() as patch:  # no pictures, as in ``run_here``
         patch.setattr(fk, "wrap_up", draw_nothing)
         patch.setattr(report, "find_spec", draw_nothing)
@@ -103,9 +105,7 @@ def test_what_is_cut_off_loses_no_row_before(tmp_path):
     assert "in hang" in out.with_suffix(".log").read_text(), "where the late part stood"
 
 
-@pytest.mark.parametrize(
-    ("limit", "by"), [(3, "fork"), pytest.param(60, "command", marks=pytest.mark.oracle)]
-)
+@pytest.mark.parametrize(("limit", "by"), first_of([(3, "fork")], [(60, "command")]))
 def test_a_run_ends_within_its_limit_with_a_row_for_each_part(tmp_path, limit, by):
     out, began = tmp_path / "rows.jsonl", time.monotonic()
     words = ["--device=cpu", f"--limit={limit}", f"--out={out}"]
@@ -131,10 +131,7 @@ def test_every_part_runs_on_a_cpu(tmp_path):
             assert job.end() == 0, job.output
     ends = rows_of(out, "the whole part")
     assert {part: row["verdict"] for part, row in ends.items()} == dict.fromkeys(gpu.PARTS, "ok")
-    rows = [row for row in rows_of(out) if row["part"] == "eager"]
-    verdicts = {row.get("entry"): row["verdict"] for row in rows}
-    for name in ("Accelerate", "Trainer", "make_step, parallelize"):
-        assert verdicts[name] == "ok"
+    good = {(r["part"], r.get("entry")) for r in rows_of(out) if r.get("verdict") == "ok"}
+    assert good > {("eager", name) for name in ("Accelerate", "Trainer", "make_step, parallelize")}
     planned = [row["planned_gib"] for row in rows_of(out) if row.get("what") == "recipe"]
-    assert len(planned) == 2
-    assert all(planned)
+    assert [size > 0 for size in planned] == [True] * 2

@@ -56,12 +56,9 @@ def page() -> str:
     dense = _marks(COLUMNS, list(LAYOUTS), default_cells(), full_cells())
     columns = {name: shows for name, shows in COLUMNS.items() if name not in ("fp32", "bf16")}
     routed = _marks(columns, list(ROUTED), routed_default(), routed_cells())
-    parts = [
-        ("Dense models", _table("layout", list(COLUMNS), dense)),
-        ("Mixtures of experts", _table("layout", list(columns), routed)),
-        ("Adapters", _adapters()),
-    ]
-    return HEAD + "\n".join(f"## {title}\n\n{table}" for title, table in parts)
+    parts = {"Dense models": _table([*COLUMNS], dense)}
+    parts |= {"Mixtures of experts": _table([*columns], routed), "Adapters": _adapters()}
+    return HEAD + "\n".join(f"## {title}\n\n{table}" for title, table in parts.items())
 
 
 def _marks(
@@ -90,11 +87,11 @@ def _adapters() -> str:
         name = " ".join(f"{name}={size}" for name, size in sizes.items())
         row = rows.setdefault((ranks_of(sizes), name), [""] * len(columns))
         row[kinds.get(kind, 0)] = row[kinds.get(kind, 0)] or ("○" if case in LONG else "●")
-    return _table("layout", columns, {name: rows[ranks, name] for ranks, name in sorted(rows)})
+    return _table(columns, {name: rows[ranks, name] for ranks, name in sorted(rows)})
 
 
-def _table(corner: str, columns: list[str], rows: Mapping[str, list[str]]) -> str:
-    lines = [f"| {corner} | {' | '.join(columns)} |", f"|---{'|:---:' * len(columns)}|"]
+def _table(columns: list[str], rows: Mapping[str, list[str]]) -> str:
+    lines = [f"| layout | {' | '.join(columns)} |", f"|---{'|:---:' * len(columns)}|"]
     lines += [f"| `{name}` | {' | '.join(marks)} |" for name, marks in rows.items()]
     return "\n".join(lines) + "\n"
 

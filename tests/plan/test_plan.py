@@ -108,13 +108,9 @@ LONG_RUN = (pytest.mark.oracle, pytest.mark.timeout(600))
 
 
 def job_of(cell, **changes):
-    given = {
-        "setup": partial(setup, cell),
-        "micro_batches": lambda _: cell.shape.micro_batches,
-        "world": cell.world,
-        "pp": cell.sizes.get("pp", 1),
-        "schedule": cell.options.get("pipeline_schedule", "1f1b"),
-    }
+    given = {"setup": partial(setup, cell), "world": cell.world, "pp": cell.sizes.get("pp", 1)}
+    given["micro_batches"] = lambda _: cell.shape.micro_batches
+    given["schedule"] = cell.options.get("pipeline_schedule", "1f1b")
     return Job(**given | changes)
 
 
@@ -175,13 +171,11 @@ def test_a_world_of_more_ranks_is_no_more_work():
     assert calls(8192) < 1.2 * calls(8)
 
 
-@pytest.mark.parametrize(
-    "cells",
-    [
-        pytest.param(CHECKED, id="two ranks"),
-        *(pytest.param(LARGE[name], id=name, marks=LONG_RUN) for name in LARGE),
-    ],
-)
+JOBS = [pytest.param(CHECKED, id="two ranks")]
+JOBS += [pytest.param(cells, id=name, marks=LONG_RUN) for name, cells in LARGE.items()]
+
+
+@pytest.mark.parametrize("cells", JOBS)
 def test_a_plan_is_what_real_ranks_do(cells):
     real = run_ranks(run_cells, cells[0].world, cells, timeout_s=500)
     for number, cell in enumerate(cells):
