@@ -17,6 +17,18 @@ def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_a_parameter_has_the_same_values_in_a_deeper_model():
+    """Projections into the residual stream have the same direction and a width by depth."""
+    models = (fk.Transformer(attrs.evolve(SPEC, layers=layers)) for layers in (1, 4))
+    shallow, deep = map(full_tensors, models)
+    assert shallow.keys() < deep.keys()
+    for name, values in shallow.items():
+        if name.endswith(("attention.output.weight", "down.weight")):
+            torch.testing.assert_close(deep[name], values / 2, rtol=1e-6, atol=0)
+        else:
+            assert torch.equal(deep[name], values), name
+
+
 def test_widths_are_as_documented():
     spec = attrs.evolve(SPEC, dim=96, ffn_dim=256, vocab_size=300, layers=8, qkv_bias=True)
     for name, values in full_tensors(fk.Transformer(spec)).items():

@@ -81,6 +81,20 @@ def test_what_is_recomputed_is_not_kept_and_the_gradient_stays(what):
     assert config.activation_memory_budget == 1.0  # other programs compile as before
 
 
+@pytest.mark.parametrize("what", ["full", "selective"])
+def test_a_block_can_be_repeated_for_its_inputs_and_again_for_its_weights(what):
+    """Pipeline schedules that part the backward pass do so."""
+    block, found = nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 3)), {}
+    for how in ("none", what):
+        recompute(block, how)
+        x = torch.arange(6.0).view(2, 3).requires_grad_()
+        loss = block(x).square().sum()
+        (inputs,) = torch.autograd.grad(loss, x, retain_graph=True)
+        found[how] = (inputs, *torch.autograd.grad(loss, list(block.parameters())))
+    for plain, repeated in zip(found["none"], found[what], strict=True):
+        torch.testing.assert_close(repeated, plain, rtol=1e-6, atol=0)
+
+
 def test_selective_recomputation_repeats_no_product_and_no_attention():
     counts = {}
     for what in ("none", "full", "selective"):
