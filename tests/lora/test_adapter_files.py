@@ -239,9 +239,7 @@ def test_an_adapter_of_experts_is_refused_with_how_to_merge_it(case, tmp_path):
     config = peft.LoraConfig(target_modules=targets, task_type="CAUSAL_LM", **options)
     move(peft.get_peft_model(theirs(), config)).save_pretrained(tmp_path / "adapter")
     before = full_tensors(model := ours(theirs(), tmp_path / "base"))
-    message = (
-        r"/adapter: 'model\.layers\.\d\.mlp\.experts.*' is an adapter of experts, .* with pe"
-    )
+    message = r"/adapter: 'model\.layers\.\d\.mlp\.experts.*' is an adapter of experts, .* with pe"
     with pytest.raises(fk.CheckpointError, match=message):
         fk.load_adapter(model, tmp_path / "adapter")
     assert_same(full_tensors(model), before)
