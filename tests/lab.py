@@ -38,7 +38,6 @@ SPEC = fk.TransformerSpec(
 )
 MICRO_BATCHES = 3
 ROWS = 2
-KINDS = ("ragged", "rank_without_targets", "empty_micro_batches", "no_targets")
 
 
 def global_batch(world: int, kind: str = "ragged", seed: int = 0) -> list[list[TensorDict]]:
@@ -118,9 +117,6 @@ def logits_loss(model: nn.Module, batch: Any) -> fk.Loss:
 def head_loss(model: nn.Module, batch: Any) -> fk.Loss:
     head = partial(fk.linear_cross_entropy, labels=batch["labels"])
     return model(batch["input_ids"], head=head)
-
-
-LOSSES = {"logits": logits_loss, "head": head_loss}
 
 
 def build_state(
