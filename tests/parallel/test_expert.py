@@ -17,6 +17,7 @@ import torch.distributed as dist
 from covering import first_of
 from lab import alone, full, full_tensors, lay_out, relative_error
 from pool import run_ranks
+from saved import everything
 from steps import test_experts as steps
 from steps.test_experts import balance, is_same, loss_fn, routed, rows, split
 from torch import nn
@@ -89,14 +90,8 @@ def train(state, sizes=(4, 4)):
 
 
 def contents(state):
-    """Weights and moments whole, and balance."""
-    named = dict(state.model.named_parameters())
-    moments = {
-        f"{name}/{key}": full(value).clone()
-        for name, parameter in named.items()
-        for key, value in state.optimizer.state[parameter].items()
-    }
-    return {**full_tensors(state.model), **moments}, balance(state)
+    """All that a checkpoint holds, and balance."""
+    return everything(state), balance(state)
 
 
 def _train(rank, world, sizes, changes, options, folder):
