@@ -237,7 +237,7 @@ def refuse(rank: int, world: int) -> None:
         apply_context(nn.Linear(2, 2), mesh, "ring")
     with flash_kernels(), pytest.raises(ValueError, match="'varlen', but it cannot compute ring"):
         fk.parallelize(fk.Transformer(SPEC), mesh, precision="bf16", attention="varlen")
-    state, ids = lay_out(fk.Transformer(SPEC), {"cp": world}), torch.zeros(1, 26, dtype=torch.int64)
+    state, ids = lay_out(fk.Transformer(SPEC), {"cp": world}), torch.zeros(1, 52, dtype=torch.int64)
     with pytest.raises(ValueError, match="has 52 positions, more than max_seq_len, which is 48"):
         fk.accumulate(state, [TensorDict({"input_ids": ids, "labels": ids}, [1])], logits_loss)
     ring_model, ulysses_model = ring_of(world), Sockets()

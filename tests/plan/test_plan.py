@@ -47,9 +47,9 @@ NARROW = attrs.evolve(LONG, layers=2, rows=2, micro_batches=2)
 MANY = attrs.evolve(NARROW, rows=1, micro_batches=12)  # more than a pipeline's plan runs
 FULL, GPIPE = {"activation_checkpoint": "full"}, {"pipeline_schedule": "gpipe"}
 TIED = {"tied": True, "dropout": 0.1}
-FIVE = attrs.evolve(SMALL, micro_batches=5)  # more than a plan runs
+TWICE = attrs.evolve(SMALL, micro_batches=2)
 CHECKED = [
-    Cell(name="fsdp2-recomputed", world=2, sizes={}, shape=FIVE, options=FULL, spec=TIED),
+    Cell(name="fsdp2-recomputed", world=2, sizes={}, shape=TWICE, options=FULL, spec=TIED),
     Cell(name="ep2-moe-lora", world=2, sizes={"ep": 2}, shape=NARROW, moe=True, lora={}),
     Cell(name="pp2", world=2, sizes={"pp": 2}, shape=MANY, options=GPIPE, has_logits=True),
     Cell(name="tp2", world=2, sizes={"tp": 2}, shape=SMALL),
@@ -291,6 +291,23 @@ def test_collectives_by_hand():
     assert names == ["dp_shard+tp", "dp_replicate+dp_shard+tp"]
 
 
+def test_micro_batches_that_are_not_run_count():
+    cell = Cell(name="", world=2, sizes={}, shape=attrs.evolve(SMALL, micro_batches=3))
+    (planned,) = plan_ranks(job_of(cell))
+    with pretending(0, 2, {}), StepWatch() as watch:
+        built = setup(cell)
+        batches = fk.groups(built.loader, 3)
+        state, _ = built.step(built.state, next(batches))
+        watch.begin()
+        built.step(state, next(batches))
+    assert planned.work.calls == watch.work.calls
+    assert planned.work.flops == watch.work.flops
+    # What a run's first call of its step makes once is counted in a plan's second step.
+    for name, number in watch.work.kernels.items():
+        assert planned.work.kernels[name] == pytest.approx(number, rel=0.02)
+    assert planned.targets == 2 * 3 * WIDE.rows * WIDE.positions
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_few_micro_batches_of_a_pipeline_show_what_many_need(schedule):
@@ -362,7 +379,7 @@ def test_a_base_is_checked_and_not_read(tmp_path, sizes):
     size = file.stat().st_size
     file.write_bytes(file.read_bytes()[:head])
     os.truncate(file, size)
-    cell = Cell(name="", world=2, sizes=sizes, shape=FIVE)
+    cell = Cell(name="", world=2, sizes=sizes, shape=TWICE)
     ids = torch.arange(32).view(2, 16)
 
     def on_base():
