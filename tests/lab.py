@@ -20,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
@@ -58,6 +59,18 @@ def global_batch(world: int, kind: str = "ragged", seed: int = 0) -> list[list[T
             row.append(TensorDict({"input_ids": ids[:, :-1], "labels": labels}, [ROWS]))
         batches.append(row)
     return batches
+
+
+def token_rows(rows: int, positions: int, vocab: int, seed: int = 0) -> TensorDict:
+    """Random ids and the next ones as labels, of which three tenths are masked; ``[b s]``."""
+    draw = partial(torch.randint, generator=torch.Generator().manual_seed(seed))
+    ids = draw(0, vocab, (rows, positions + 1))
+    labels = ids[:, 1:].masked_fill(draw(0, 10, (rows, positions)) < 3, -100)
+    return TensorDict({"input_ids": ids[:, :-1], "labels": labels}, [rows])
+
+
+def vectors_loss(model: nn.Module, batch: Any) -> fk.Loss:
+    return fk.cross_entropy(model(batch["x"]), batch["labels"])
 
 
 def vectors(rank: int, micros: int = 2, seed: int = 0) -> list[TensorDict]:
@@ -231,6 +244,22 @@ class Watch(TorchDispatchMode):
                 if tensor.is_floating_point():
                     self.dtypes.add(tensor.dtype)
         return out
+
+
+@contextmanager
+def host_reads() -> Iterator[list[str]]:
+    """Names of all for which the host waits: what torch dispatches, and methods beside that."""
+    reads: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, Watch() as watch:
+        for name in ("tolist", "numpy", "item", "__bool__", "__float__", "__int__"):
+            patch.setattr(Tensor, name, _noting(reads, name))
+        yield reads
+    reads += watch.host_reads
+
+
+def _noting(reads: list[str], name: str) -> Callable[..., Any]:
+    method = getattr(Tensor, name)
+    return lambda tensor, *args: (reads.append(name), method(tensor, *args))[1]
 
 
 def train(state: Any, steps: int) -> Any:

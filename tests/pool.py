@@ -39,7 +39,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -121,6 +121,30 @@ def fresh() -> str:
 def run_again(function: Callable[..., Any], world: int, *args: Any, **options: Any) -> list[Any]:
     """As ``run_ranks``, for a function in which no rank raises or leaves a message behind."""
     return run_ranks(function, world, *args, keep=True, **options)
+
+
+def on_ranks(world: int, **options: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let ``world`` ranks run a test, which takes its rank and their number before all else.
+
+    Args:
+        world: Number of ranks.
+        **options: As for ``run_ranks``.
+
+    Returns:
+        What makes a test of a function at the top level of its file.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @wraps(function)
+        def test(**arguments: Any) -> None:
+            run_ranks(function, world, *arguments.values(), **options)
+
+        function.__qualname__ += ".__wrapped__"  # there ranks find it
+        arguments = [*inspect.signature(function).parameters.values()][2:]
+        vars(test)["__signature__"] = inspect.Signature(arguments)
+        return test
+
+    return decorate
 
 
 class Ranks:

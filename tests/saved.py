@@ -19,6 +19,8 @@ import forgekit as fk
 from forgekit.checkpoints.directory import format_manifest
 from forgekit.checkpoints.state_dict import model_tensors
 
+COUNTERS = ("step", "samples", "targets", "skipped", "loss_scale", "good_steps")
+
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1, fused=True)
@@ -74,14 +76,15 @@ def load(rank: int, world: int, directory: Any) -> dict[str, Tensor]:
 
 
 def everything(state: fk.TrainState) -> dict[str, Tensor]:
-    """Weights, buffers and moments as whole tensors by name, and the numbers."""
+    """Weights, buffers, moments and averages as whole tensors by name, and the numbers."""
     tensors = model_tensors(state.model)
     for name, parameter in state.model.named_parameters():
         entries = state.optimizer.state.get(parameter, {})
         tensors |= {f"{name}.{key}": value for key, value in entries.items()}
-    whole = {name: full(tensor).detach().clone() for name, tensor in tensors.items()}
-    counters = {"step": state.step, "samples": state.samples, "targets": int(state.targets)}
-    return whole | {name: torch.tensor(value) for name, value in counters.items()}
+    if state.average is not None:
+        tensors |= {f"average.{name}": value for name, value in state.average.values.items()}
+    tensors |= {name: torch.as_tensor(getattr(state, name)) for name in COUNTERS}
+    return {name: full(tensor).detach().clone() for name, tensor in tensors.items()}
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

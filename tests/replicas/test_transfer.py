@@ -10,7 +10,6 @@ import replica_rank
 import saved
 import torch
 from covering import first_of
-from lab import full
 from pool import run_again
 
 import forgekit as fk
@@ -32,9 +31,7 @@ def trained(layout=None):
 
 def everything(state):
     """All that a checkpoint holds."""
-    averages = {f"average {name}": full(v) for name, v in state.average.values.items()}
-    kept = ("skipped", "loss_scale", "good_steps", "recent", "bad_since")
-    tensors = averages | {name: getattr(state, name) for name in kept}
+    tensors = {name: getattr(state, name) for name in ("recent", "bad_since")}
     tensors |= {"count": state.average.count, "skips": torch.tensor([state.seed, *state.skips[0]])}
     return saved.everything(state) | {name: tensor.clone() for name, tensor in tensors.items()}
 
