@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from itertools import chain
 from unittest.mock import Mock
 
 import pytest
 import torch
-from lab import Watch
+from lab import Watch, alone
 from optim.optimizers import (
     assert_close,
     entries_of,
@@ -59,9 +60,8 @@ def chained(model, pair):
     return fk.chain_optimizers(*members_of(model, pair))
 
 
-def create(pair):
-    model = small_model()
-    return fk.TrainState.create(model, chained(model, pair))
+def create(pair, dtype=torch.float64):
+    return alone(small_model(dtype), partial(chained, pair=pair))
 
 
 def schedule(step):
@@ -105,10 +105,8 @@ def test_each_member_steps_its_parameters_with_its_own_settings(pair):
 def test_a_chain_survives_what_torch_does_to_optimizers(way):
     pair = "muon and adamw"
     straight, state = train(create(pair), 4), train(create(pair), 2)
-    if way == "deepcopy":
-        other, optimizer = copy.deepcopy((state.model, state.optimizer))
-    else:
-        other = copy.deepcopy(state.model)
+    other, optimizer = copy.deepcopy((state.model, state.optimizer))
+    if way == "state_dict":
         optimizer = chained(other, pair)
         optimizer.load_state_dict(state.optimizer.state_dict())
     copied = fk.TrainState.create(other, optimizer)
@@ -125,42 +123,26 @@ def test_a_chain_with_another_split_does_not_load(tmp_path):
     state = train(create("muon and adamw"), 2)
     fk.checkpoint_save(state, tmp_path, blocking=True)
     other = small_model()
-    muon, adamw = PAIRS["muon and adamw"]
-    matrices, biases = split(other)
+    (muon, adamw), (matrices, biases) = PAIRS["muon and adamw"], split(other)
     moved = fk.chain_optimizers(muon(matrices[:1]), adamw([*matrices[1:], *biases]))
     message = "is of another optimizer: '2.weight' is Muon there and AdamW here"
     with pytest.raises(CheckpointError, match=message):
         fk.checkpoint_load(fk.TrainState.create(other, moved), tmp_path)
 
 
-def test_a_bad_step_leaves_a_member_as_it_was_that_cannot_skip_on_the_device():
-    state = train(create("momentum and adamw"), 2)
-    before, kept = parameters_of(state.model), entries_of(state.model, state.optimizer)
-    step = fk.make_step(square_loss, schedule=schedule)
-    state, _ = step(state, [rows(9, scale=torch.inf)])
-    assert_close(parameters_of(state.model), before)
-    assert_close(entries_of(state.model, state.optimizer), kept)
-    assert int(state.skipped) == 1
-
-
-@pytest.mark.parametrize(
-    ("pair", "reads"),
-    {"two fused": 0, "fused momentum": 0, "momentum and adamw": 1}.items(),
-)
-def test_a_step_reads_the_host_only_where_a_member_cannot_skip_on_the_device(pair, reads):
+@pytest.mark.parametrize("pair", ["two fused", "fused momentum", "momentum and adamw"])
+def test_a_step_reads_the_host_only_where_a_member_cannot_skip_on_the_device(pair):
     """Nor does momentum's first step, which would leave its memory unwritten."""
-    model = small_model(torch.float32)
-    state = fk.TrainState.create(model, chained(model, pair))
-    for parameter in model.parameters():
+    state = create(pair, torch.float32)
+    for parameter in state.model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     assert skips_on_device(state.optimizer) == (pair == "two fused")
-    step = fk.make_step(square_loss, schedule=schedule)
+    step, can_skip = fk.make_step(square_loss, schedule=schedule), pair != "momentum and adamw"
     batch = rows(0).float()
     state, _ = step(state, [batch])
     with Watch() as mode:
         state, _ = step(state, [batch])
-    assert (len(mode.host_reads) > 0) == (reads > 0)
-    assert skips_on_device(state.optimizer) == (reads == 0)
+    assert (not mode.host_reads) == skips_on_device(state.optimizer) == can_skip
     assert all(vars(member).get("found_inf") is None for member in state.optimizer.members)
 
 
@@ -181,9 +163,7 @@ def test_a_closure_is_called_once_and_a_chain_takes_no_further_group():
     optimizer, closure = create("two fused").optimizer, Mock(return_value=0.5)
     assert optimizer.step(closure) == 0.5
     closure.assert_called_once()
-    with pytest.raises(
-        TypeError, match=r"^no member of the chain would step this parameter group. Add"
-    ):
+    with pytest.raises(TypeError, match=r"^no member of the chain would step this parameter"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
 
 
@@ -215,24 +195,17 @@ GIVEN = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_rate_that_the_schedule_never_has_is_refused_before_anything_moves(name):
-    model = nn.Linear(2, 2)
-    state = fk.TrainState.create(model, GIVEN[name](model))
-    before = model.weight.detach().clone()
-    schedule = fk.warmup_cosine(3e-4, warmup=3, total=9)
+    state, schedule = alone(nn.Linear(2, 2), GIVEN[name]), fk.warmup_cosine(3e-4, 3, total=9)
+    before = state.model.weight.detach().clone()
     with pytest.raises(ValueError, match=r"was given lr=0\.01, .* never has .*begins with 0\.0001"):
         one_step(state, schedule)
-    assert torch.equal(model.weight, before)
+    assert torch.equal(state.model.weight, before)
 
 
-@pytest.mark.parametrize("make", [lambda m: Own(m.parameters()), fk.lion, fk.schedule_free])
-def test_a_default_is_no_rate_that_was_given(make):
-    model = nn.Linear(2, 2)
-    state = fk.TrainState.create(model, make(model))
-    assert one_step(state, fk.constant(0.1)).step == 1
-
-
-def test_rates_of_the_schedule_and_scaled_ones_are_taken():
+def test_defaults_rates_of_the_schedule_and_scaled_ones_are_taken():
     """The peak comes after the first step; a resumed run has whatever rate it had."""
+    for make in (lambda m: Own(m.parameters()), fk.lion, fk.schedule_free):
+        assert one_step(alone(nn.Linear(2, 2), make), fk.constant(0.1)).step == 1
     model = nn.Linear(2, 2)
     matrices = torch.optim.Muon([{"params": [model.weight], "lr_scale": 20.0}], lr=6e-3)
     chain = fk.chain_optimizers(matrices, torch.optim.AdamW([model.bias], lr=3e-4))

@@ -49,36 +49,27 @@ def test_a_foreign_model_is_split_by_the_same_rule():
     }
 
 
-REFUSED = {
-    r"^weight_decay is -0\.1; it must be finite and not neg": lambda m: fk.adamw(
-        m, weight_decay=-0.1
-    ),
-    r"no trainable parameter; set requires_grad on some": lambda m: fk.adamw(
-        m.requires_grad_(False)
-    ),
-    r"^decay rates are \(0.9, 1.0\); each must be at least 0 and below": lambda m: fk.lion(
-        m, betas=(0.9, 1.0)
-    ),
-    r"^decay rates are \(-0.1, 0.9\)": lambda m: fk.schedule_free(m, betas=(-0.1, 0.9)),
-    r"^decay rates are \(0.9, 1.5\)": lambda m: fk.adamw(
-        m.bfloat16(), betas=(0.9, 1.5), stochastic_rounding=True
-    ),
-    r"^decay rates are \(1.0, 0.85\)": lambda m: fk.muon(m, momentum=1.0),
-    r"^betas\[0\] is 0; it must be above 0, or no average": lambda m: fk.schedule_free(
-        m, betas=(0.0, 0.9)
-    ),
-    r"^stochastic_rounding=True, and the trainable parameters are float32": lambda m: fk.adamw(
-        m, stochastic_rounding=True
-    ),
-    r"^Linear has no attribute 'roles' .* Pass patterns of names: roles=\{": fk.muon,
-    "^a role is 'matrices'; it must be one of": lambda m: fk.muon(m, roles={"weight": "matrices"}),
-    "of split matches no parameter": lambda m: fk.muon(
-        m, roles={"weight": "matrix"}, split={"q": (1,)}
-    ),
-}
+PLAIN, HALF = nn.Linear(2, 2), nn.Linear(2, 2).bfloat16()
+FROZEN = nn.Linear(2, 2).requires_grad_(False)
+ROUNDED = {"stochastic_rounding": True}
+SPLIT = {"roles": {"weight": "matrix"}, "split": {"q": (1,)}}
+RATES = r"^decay rates are \("
+REFUSED = [
+    (fk.adamw, PLAIN, {"weight_decay": -0.1}, r"^weight_decay is -0\.1; it must be finite and not"),
+    (fk.adamw, FROZEN, {}, r"no trainable parameter; set requires_grad on some"),
+    (fk.lion, PLAIN, {"betas": (0.9, 1.0)}, RATES + r"0.9, 1.0\); each must be at least 0 and be"),
+    (fk.schedule_free, PLAIN, {"betas": (-0.1, 0.9)}, RATES + r"-0.1, 0.9\)"),
+    (fk.adamw, HALF, {"betas": (0.9, 1.5)} | ROUNDED, RATES + r"0.9, 1.5\)"),
+    (fk.muon, PLAIN, {"momentum": 1.0}, RATES + r"1.0, 0.85\)"),
+    (fk.schedule_free, PLAIN, {"betas": (0.0, 0.9)}, r"^betas\[0\] is 0; it must be above 0, or"),
+    (fk.adamw, PLAIN, ROUNDED, "^stochastic_rounding=True, and .* parameters are float32"),
+    (fk.muon, PLAIN, {}, r"^Linear has no attribute 'roles' .* Pass patterns of names: roles=\{"),
+    (fk.muon, PLAIN, {"roles": {"weight": "matrices"}}, "^a role is 'matrices'; it must be one of"),
+    (fk.muon, PLAIN, SPLIT, "of split matches no parameter"),
+]
 
 
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_would_train_otherwise_or_nothing_is_refused(message):
+@pytest.mark.parametrize(("make", "model", "options", "message"), REFUSED)
+def test_what_would_train_otherwise_or_nothing_is_refused(make, model, options, message):
     with pytest.raises(ValueError, match=message):
-        REFUSED[message](nn.Linear(2, 2))
+        make(model, **options)

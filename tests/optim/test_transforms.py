@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import math
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from lab import Watch
+from lab import Watch, alone
 from optim.optimizers import (
     CENTER,
     OWN,
@@ -102,12 +103,7 @@ CHAINS = {
     ),
     "soap": (parts.soap(0.8, 0.9, every=3), parts.decay(DECAY)),
     "lamb": (parts.adam(), parts.decay(DECAY), parts.trust_ratio()),
-    "cautious": (
-        parts.adam(),
-        parts.cautious_mask(),
-        parts.clip_value(0.7),
-        parts.clip_norm(2.0),
-    ),
+    "cautious": (parts.adam(), parts.cautious_mask(), parts.clip_value(0.7), parts.clip_norm(2.0)),
     "warmed": (parts.momentum(0.8, warmup=4, start=0.5),),
 }
 
@@ -138,13 +134,12 @@ def test_a_chain_is_the_loop_of_its_paper(name, shape):
 
 def test_factored_moments_are_torchs_adafactor():
     """Its rate is relative to the weights unless their mean square is below ``eps[1]``."""
-    models = [nn.Linear(4, 6, bias=False).double() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
+    models = [nn.ParameterList([draw(6, 4, seed=9)]) for _ in range(2)]
     ours = fk.optimizer(models[0], {"*": parts.adafactor()}, lr=LR)
     theirs = torch.optim.Adafactor(models[1].parameters(), lr=LR, eps=(1e-15, 1.0))
     for step in range(6):
         for model, optimizer in zip(models, (ours, theirs), strict=True):
-            model.weight.grad = draw(6, 4, seed=step)
+            model[0].grad = draw(6, 4, seed=step)
             optimizer.step()
     assert_close(*map(parameters_of, models), 1e-15)
 
@@ -152,12 +147,11 @@ def test_factored_moments_are_torchs_adafactor():
 def test_polar_express_brings_all_singular_values_near_1():
     """Newton-Schulz leaves them between 0.7 and 1.2; and parts are matrices of their own."""
     u, _, v = torch.linalg.svd(draw(12, 6), full_matrices=False)
-    model = nn.Linear(6, 12, bias=False).double()
-    before = model.weight.detach().clone()
+    before = draw(12, 6, seed=1)
     express = parts.orthogonal(coefficients="polar_express", steps=8, adjust_lr="none", **EXACT)
     for split, bound in ((None, 1e-5), ({"weight": (8, 4)}, 0.2)):
-        with torch.no_grad():
-            model.weight.copy_(before)
+        model = nn.Module()
+        model.weight = nn.Parameter(before.clone())
         optimizer = fk.optimizer(model, {"weight": (express,)}, lr=1.0, split=split)
         model.weight.grad = (u * torch.logspace(0, -2.5, 6).double()) @ v
         optimizer.step()
@@ -169,17 +163,11 @@ def test_polar_express_brings_all_singular_values_near_1():
 
 def test_adam_and_decay_alone_are_fused_adamw_to_the_bit():
     """Embeddings, norms and biases do not decay; a scale at the end is the groups' ``lr_scale``."""
-    found = []
+    found, chain = [], (parts.adam(0.8, 0.9, 1e-6), parts.decay(0.3))
     for make in (
         lambda m: fk.adamw(m, weight_decay=0.3, betas=(0.8, 0.9), eps=1e-6),
-        lambda m: fk.optimizer(m, {"*": (parts.adam(0.8, 0.9, 1e-6), parts.decay(0.3))}),
-        lambda m: fk.optimizer(
-            m,
-            {
-                "layers.*": (parts.adam(0.8, 0.9, 1e-6), parts.decay(0.3), parts.scale(0.25)),
-                "*": (parts.adam(0.8, 0.9, 1e-6), parts.decay(0.3)),
-            },
-        ),
+        lambda m: fk.optimizer(m, {"*": chain}),
+        lambda m: fk.optimizer(m, {"layers.*": (*chain, parts.scale(0.25)), "*": chain}),
     ):
         model = build(torch.float32)
         optimizer = make(model)
@@ -213,14 +201,6 @@ def test_decay_of_everything_and_scales_of_other_chains():
     assert_close(parameters_of(model), expected, 1e-15)
     shown = fk.optim.parameters_by_optimizer(model, state.optimizer)
     assert shown == {"lion_sign + decay": [*start]}
-    model = build()
-    decays = {
-        p: group["weight_decay"]
-        for group in fk.optimizer(model, {"*": by_name}).param_groups
-        for p in group["params"]
-    }
-    for name, parameter in model.named_parameters():
-        assert decays[parameter] == 0.5 * (parameter.ndim > 1 and "embedding" not in name)
 
 
 def test_stochastic_rounding_ends_any_chain():
@@ -283,34 +263,31 @@ def test_soap_resumes_on_four_two_three_and_one_rank_amid_its_period(tmp_path):
 
 def test_periods_follow_the_state_and_not_the_calls(tmp_path):
     """A run that is resumed amid a period goes on bitwise; two bad steps lie in it."""
-
-    def create():
-        model = small_model()
-        chain = {"*.weight": (parts.soap(every=4), parts.decay()), "*": parts.lion_sign()}
-        return fk.TrainState.create(model, fk.optimizer(model, chain))
+    chain = {"*.weight": (parts.soap(every=4), parts.decay()), "*": parts.lion_sign()}
+    create = partial(alone, build=partial(fk.optimizer, chains=chain))
+    step = fk.make_step(square_loss, schedule=fk.constant(0.02))
 
     def run(state, stop):
-        step = fk.make_step(square_loss, schedule=fk.constant(0.02))
         while state.step < stop:
             scale = torch.nan if state.step in (2, 4) else 1.0
             state, _ = step(state, [rows(state.step, scale)])
         return state
 
-    straight = run(create(), 14)
-    fk.checkpoint_save(run(create(), 6), tmp_path, blocking=True)
-    resumed = run(fk.checkpoint_load(create(), tmp_path), 14)
+    straight = run(create(small_model()), 14)
+    fk.checkpoint_save(run(create(small_model()), 6), tmp_path, blocking=True)
+    resumed = run(fk.checkpoint_load(create(small_model()), tmp_path), 14)
     assert_close(parameters_of(resumed.model), parameters_of(straight.model))
     turned = straight.optimizer.state[straight.model[0].weight]["left_basis"][0]
     assert (turned - torch.eye(4)).abs().max() > 0.1
 
 
 def test_a_sum_over_shards_is_one_collective_for_all_parameters():
-    """And a whole transform that reads no values is sent none."""
+    """And a whole transform that reads no values is sent none: so many sums and exchanges."""
     assert run_again(count_collectives, 2)[0] == {
-        "summed": {"all_reduce": 1, "all_to_all": 0},
-        "whole": {"all_reduce": 0, "all_to_all": 2},
-        "reads values": {"all_reduce": 0, "all_to_all": 3},
-        "local": {"all_reduce": 0, "all_to_all": 0},
+        "summed": (1, 0),
+        "whole": (0, 2),
+        "reads values": (0, 3),
+        "local": (0, 0),
     }
 
 
@@ -329,10 +306,8 @@ def count_collectives(rank, world):
         step_with(model, optimizer, 0)
         with Watch() as watch:
             optimizer.step()
-        calls = " ".join(map(str, watch.collectives)).replace("_", "")
-        found[name] = {
-            kind: calls.count(kind.replace("_", "")) for kind in ("all_reduce", "all_to_all")
-        }
+        calls = " ".join(watch.collectives).replace("_", "")
+        found[name] = calls.count("allreduce"), calls.count("alltoall")
     return found
 
 
