@@ -113,6 +113,7 @@ UNNAMED = own_model(partial(verified.Model, "unnamed weight"))
 BF16 = on_rank_1("options", lambda: {"precision": "bf16"})
 OWN_POSITIONS = part("model", lambda: verified.OwnPositions(SPEC))
 SHIFTED = part("loss", _shifted_in_slice)
+MIXED = {name: own_model(partial(_across, operation)) for name, operation in ACROSS.items()}
 FAULTS = [
     Fault("average over ranks", "fsdp2 fp32", AVERAGE, "gradients"),
     Fault("average over ranks", "ddp2 fp32", AVERAGE, "gradients"),
@@ -129,15 +130,7 @@ FAULTS = [
     Fault("another precision on rank 1", USERS, BF16, "'fp32' on rank 0, 'bf16' on rank 1"),
     Fault("positions counted in a slice", OF_CP, OWN_POSITIONS, r"'layers\.0\.attention' is given"),
     Fault("labels shifted in a slice", OF_CP, SHIFTED, "loss_fn is not a sum over positions"),
-    *(
-        Fault(
-            f"{name} across sharded channels",
-            USERS,
-            own_model(partial(_across, operation)),
-            "channels",
-        )
-        for name, operation in ACROSS.items()
-    ),
+    *(Fault(f"{name} across sharded channels", USERS, MIXED[name], "channels") for name in ACROSS),
     Fault("a head apart from its embedding", "tied", value(TIED, "loss", _head_apart), "gradients"),
     Fault("another style on rank 1", USERS, own_model(RIGHT, _other_style), "colwise.*rowwise"),
 ]

@@ -33,6 +33,8 @@ SCALED = method(schedules._PipelineSchedule, "__init__", _scaled)
 OF_OWN_STAGE = norm_of(lambda square: square)
 ONE_MORE = result("accumulate", _one_more_loss)
 TERM = user_loss("a term over parameters")
+TAKE = "[Ll]et the blocks take and return it"
+ABSENT = {kind: part("model", partial(Absent, kind)) for kind in KINDS}
 FAULTS = [
     Fault("divide by micro-batches", "pp2-gpipe fp32", SCALED, "gradients"),
     Fault("divide by micro-batches", "pp2-zbv fp32", SCALED, "gradients"),
@@ -41,13 +43,5 @@ FAULTS = [
     Fault("divide by micro-batches", STAGES, loss(divided_by_micro_batches), "gradients"),
     Fault("the rehearsal's loss counted", STAGES, ONE_MORE, "gradients"),
     Fault("a term over parameters of other stages", "user pp", TERM, "loss_fn reads a parameter"),
-    *(
-        Fault(
-            f"{kind} of a part on another stage",
-            "stages",
-            part("model", partial(Absent, kind)),
-            "[Ll]et the blocks take and return it",
-        )
-        for kind in KINDS
-    ),
+    *(Fault(f"{kind} of a part on another stage", "stages", ABSENT[kind], TAKE) for kind in KINDS),
 ]
