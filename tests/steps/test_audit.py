@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from contextlib import nullcontext
 from functools import partial
 
-import attrs
 import numpy as np
 import pytest
 import torch
@@ -15,12 +15,17 @@ from lab import (
     SPEC,
     alone,
     full_tensors,
+    global_batch,
     is_kept,
     lay_out,
     logits_loss,
+    mean_gradients,
+    reference_gradients,
+    relative_error,
     vectors,
+    vectors_loss,
 )
-from pool import run_again, run_ranks
+from pool import on_ranks, run_again
 from tensordict import TensorDict
 from torch import nn
 
@@ -50,11 +55,7 @@ class _Model(nn.Module):
         return self.head(self.norm(self.body(x)).tanh())
 
 
-def _loss(model, batch):
-    return fk.cross_entropy(model(batch["x"]), batch["labels"])
-
-
-def _step(loss_fn=_loss, **options):
+def _step(loss_fn=vectors_loss, **options):
     return fk.make_step(loss_fn, schedule=fk.constant(0.1), **options)
 
 
@@ -69,34 +70,35 @@ def _keeps(state, step, batches, error, match):
 def _skipping_loss(model, batch):
     if batch["labels"].eq(-100).all():
         return fk.Loss(torch.zeros((), dtype=torch.float64, requires_grad=True) * 1, 0)
-    return _loss(model, batch)
+    return vectors_loss(model, batch)
 
 
-def _skips_the_model(rank, world, steps_before, sizes, sync, precision):
+@pytest.mark.parametrize(
+    ("steps_before", "sizes", "sync", "precision"),
+    [(0, {}, "last", "fp32"), (1, {}, "last", "bf16"), (1, REPLICAS, "hsdp_last", "fp32")],
+)
+@on_ranks(2, keep=True)
+def test_a_loss_that_skips_the_model_in_the_last_micro_batch_is_refused(
+    rank, world, steps_before, sizes, sync, precision
+):
     model = _Model().double() if precision == "fp32" else _Model()
     state, step = lay_out(model, sizes, precision=precision), _step(_skipping_loss, sync=sync)
     for _ in range(steps_before):
         state, _ = step(state, vectors(rank))
     batches = vectors(rank)
     batches[-1]["labels"][:] = -100
-    kept = _keeps(state, step, batches, UnreducedError, "Call the model for every micro-batch")
+    assert _keeps(state, step, batches, UnreducedError, "Call the model for every micro-batch")
     state, metrics = step(state, vectors(rank, seed=1))  # nothing stale, nothing donated
-    return kept, float(metrics["skipped"])
+    assert metrics["skipped"] == 0
 
 
-@pytest.mark.parametrize(
-    ("steps_before", "sizes", "sync", "precision"),
-    [
-        (0, {}, "last", "fp32"),
-        (1, {}, "last", "bf16"),
-        (1, REPLICAS, "hsdp_last", "fp32"),
-    ],
-)
-def test_a_loss_that_skips_the_model_in_the_last_micro_batch_is_refused(
-    steps_before, sizes, sync, precision
-):
-    found = run_again(_skips_the_model, 2, steps_before, sizes, sync, precision)
-    assert found == [(True, 0.0)] * 2
+@on_ranks(2, keep=True)
+def test_a_loss_may_skip_the_model_in_the_first_micro_batch(rank, world):
+    batches = vectors(rank)
+    batches[0]["labels"][:] = -100
+    found = mean_gradients(lay_out(_Model().double()), batches, _skipping_loss)
+    rows = [vectors(at)[1] for at in range(world)]
+    assert relative_error(found, reference_gradients(_Model(), [rows], vectors_loss)[0]) < 1e-12
 
 
 CHANGES = {
@@ -108,7 +110,9 @@ SLOPES = {"gradients": 1.5, "signs of gradients": -1.0}
 """By what the second rank multiplies its loss."""
 
 
-def _differing_replica(rank, world, sizes):
+@pytest.mark.parametrize("sizes", [{"dp_replicate": 2}, {"tp": 2}], ids=str)
+@on_ranks(2, keep=True)
+def test_replicas_that_differ_are_refused_on_every_rank(rank, world, sizes):
     plan, (along,) = PLAN if "tp" in sizes else None, sizes
     for name in (*CHANGES, *(SLOPES if plan else {})):
         state = lay_out(_Model().double(), {"dp_shard": 1, **sizes}, plan=plan)
@@ -117,7 +121,7 @@ def _differing_replica(rank, world, sizes):
                 CHANGES[name](state.model.head.bias.to_local())
 
         def scaled(model, batch, name=name):
-            loss = _loss(model, batch)
+            loss = vectors_loss(model, batch)
             return dataclasses.replace(loss, sum=loss.sum * SLOPES.get(name, 1.0) ** rank)
 
         before = full_tensors(state.model)
@@ -134,12 +138,8 @@ def _differing_replica(rank, world, sizes):
         assert is_kept(state.model, before)
 
 
-@pytest.mark.parametrize("sizes", [{"dp_replicate": 2}, {"tp": 2}], ids=str)
-def test_replicas_that_differ_are_refused_on_every_rank(sizes):
-    run_again(_differing_replica, 2, sizes)
-
-
-def _later(rank, world):
+@on_ranks(2, keep=True)
+def test_replicas_are_compared_again_now_and_then(rank, world):
     """A first step that is not finite is a bad one and no difference; drift is seen later."""
     state, batches = lay_out(_Model().double(), REPLICAS), vectors(rank)
     if rank:
@@ -155,22 +155,6 @@ def _later(rank, world):
         check_replicas(state)
 
 
-def test_replicas_are_compared_again_now_and_then():
-    run_again(_later, 2)
-
-
-def _buffers(rank, world, options, sizes, plan):
-    state = lay_out(_Model(**options).double(), sizes, plan=plan)
-    row, _ = fk.data_ranks(state.mesh)
-    try:
-        for _ in range(2):
-            state, _ = _step()(state, vectors(row))
-            check_replicas(state)
-    except ValueError as error:
-        return state.step, str(error)
-    return state.step, ""
-
-
 EVERYWHERE = {"body": "replicate", "norm": "replicate", "head": "replicate"}
 
 
@@ -184,22 +168,28 @@ EVERYWHERE = {"body": "replicate", "norm": "replicate", "head": "replicate"}
     ],
     ids=["first step", "later", "no checkpoint keeps it", "same rows"],
 )
+@on_ranks(2, keep=True)
 def test_buffers_that_ranks_update_apart_are_refused_on_every_rank(
-    options, sizes, plan, step, name
+    rank, world, options, sizes, plan, step, name
 ):
-    for steps, message in run_again(_buffers, 2, options, sizes, plan):
-        assert steps == step
-        told = f"'{name}', but its values differ" in message
-        assert told == ("Likely cause: a buffer that each rank updates" in message) == bool(name)
-        assert bool(message) == bool(name)
+    state = lay_out(_Model(**options).double(), sizes, plan=plan)
+    row, _ = fk.data_ranks(state.mesh)
+    match = rf"(?s)'{name}', but its values differ.*Likely cause: a buffer that each rank updates"
+    with pytest.raises(ValueError, match=match) if name else nullcontext():
+        for _ in range(2):
+            state, _ = _step()(state, vectors(row))
+            check_replicas(state)
+    assert state.step == step
 
 
-def _counts_apart(rank, world, when):
-    """The second rank alone adds losses of different counts."""
+@pytest.mark.parametrize("when", [0, 1])
+@on_ranks(2, timeout_s=20)
+def test_losses_whose_counts_differ_on_one_rank_are_refused_on_all(rank, world, when):
+    """In the first step and in a later one."""
     state, more = lay_out(_Model().double()), []
 
     def two_losses(model, batch):
-        loss = _loss(model, batch)
+        loss = vectors_loss(model, batch)
         return loss + dataclasses.replace(loss, count=loss.count + sum(more))
 
     for index in range(when):
@@ -207,18 +197,10 @@ def _counts_apart(rank, world, when):
     more += [1] * rank
     told = "" if rank == when == 1 else ("^rank 1 ", "^the step failed on rank 1; ")[when]
     told += ".*cannot add losses with counts 2 and 3. Use loss.with_mean"
-    kept = _keeps(
-        state, _step(two_losses), vectors(rank, seed=when), (ValueError, RuntimeError), told
-    )
+    errors = ValueError, RuntimeError
+    assert _keeps(state, _step(two_losses), vectors(rank, seed=when), errors, told)
     with pytest.raises(ValueError, match=r"^rank 1 cannot add losses with counts 2 and 3"):
         fk.evaluate(state, vectors(rank, micros=1, seed=when), two_losses)
-    return kept
-
-
-@pytest.mark.parametrize("when", [0, 1])
-def test_losses_whose_counts_differ_on_one_rank_are_refused_on_all(when):
-    """In the first step and in a later one."""
-    assert run_ranks(_counts_apart, 2, when, timeout_s=20) == [True, True]
 
 
 class _Drawing(_Model):
@@ -243,14 +225,14 @@ def _reports(rank, world, sizes):
         state = lay_out(model, {"dp_shard": 1, **sizes}, plan=PLAN if "tp" in sizes else None)
         # Rows alike, for the buffer.
         stream, numbers = iter(batches := vectors(0, micros=4)), torch.get_rng_state()
-        report = fk.audit(state, batches[0], _loss) if audit else None
+        report = fk.audit(state, batches[0], vectors_loss) if audit else None
         assert torch.equal(numbers, torch.get_rng_state())
         assert not any(p.grad is not None for p in model.parameters())
         assert torch.equal(model.seen, torch.zeros(3, 2, dtype=torch.float64))
-        step = fk.make_step(_loss, schedule=fk.constant(0.1), audit=audit)
+        step = fk.make_step(vectors_loss, schedule=fk.constant(0.1), audit=audit)
         state, _ = step(state, stream)
         assert next(stream, None) is None
-        assert fk.steps.audited(state, stream, _loss) is stream  # once in a process
+        assert fk.steps.audited(state, stream, vectors_loss) is stream  # once in a process
         drawn = torch.tensor(model.drawn[-4:])
         left.append({**full_tensors(model), "drawn": drawn, "seen": model.seen.clone()})
     plain, audited = left
@@ -275,20 +257,17 @@ def test_an_audit_reports_what_it_compared_and_leaves_the_step_as_it_is(name):
         assert ("copies of gradients" in found) == (name != "fsdp")
 
 
-def test_an_audit_of_one_process_compares_nothing():
-    state = alone(_Model().double())
-    assert fk.audit(state, vectors(0)[0], _loss).findings == ()
+def test_an_audit_of_one_process_compares_nothing_and_has_each_micro_batch_once():
+    given, state = vectors(0, 3), alone(_Model().double())
+    assert fk.audit(state, given[0], vectors_loss).findings == ()
     assert state.model.calls == 0
-
-
-def test_an_audited_stream_has_each_micro_batch_once():
-    given = vectors(0, 3)
     for batches in (given, iter(given)):
-        seen = fk.steps.audited(alone(_Model().double()), batches, _loss)
+        seen = fk.steps.audited(alone(_Model().double()), batches, vectors_loss)
         assert all(one is wanted for one, wanted in zip(seen, given, strict=True))
 
 
-def _options_apart(rank, world):
+@on_ranks(2)
+def test_ranks_whose_steps_have_other_options_are_refused(rank, world):
     apart = {
         "max_norm": {"max_norm": 1.0 + rank},
         "spikes": {"spikes": fk.SpikeLimit(6.0 + rank)},
@@ -296,24 +275,17 @@ def _options_apart(rank, world):
     }
     state = lay_out(_Model().double())
     for name, options in apart.items():
-        step = fk.make_step(_loss, **{"schedule": fk.constant(0.1), **options})
+        step = fk.make_step(vectors_loss, **{"schedule": fk.constant(0.1), **options})
         assert _keeps(state, step, vectors(rank), ValueError, f"^ranks differ in {name}: ")
 
 
-def test_ranks_whose_steps_have_other_options_are_refused():
-    run_ranks(_options_apart, 2)
-
-
-def _rows_by_rank(rank, world, name):
-    state = lay_out(fk.Transformer(attrs.evolve(SPEC, vocab_size=38)).double(), {name: 2})
-    match = rf"along {name} only, .* forgekit.data_ranks\(mesh\)"
+@on_ranks(2, keep=True)
+def test_ranks_that_share_rows_and_bring_different_ones_are_refused(rank, world):
+    state = lay_out(fk.Transformer(SPEC).double(), {"pp": 2})
+    match = r"along pp only, .* forgekit.data_ranks\(mesh\)"
     assert _keeps(state, _step(logits_loss), [_tokens(rank), _tokens(2)], ValueError, match)
     _, metrics = _step(logits_loss)(state, [_tokens(2), _tokens(3)])
-    return float(metrics["skipped"])
-
-
-def test_ranks_that_share_rows_and_bring_different_ones_are_refused():
-    assert run_again(_rows_by_rank, 2, "pp") == [0.0, 0.0]
+    assert metrics["skipped"] == 0
 
 
 def test_a_digest_of_rows_tells_all_of_them():
@@ -328,31 +300,24 @@ def test_a_digest_of_rows_tells_all_of_them():
 
 
 def _tokens(seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(38, (2, 17), generator=generator)
-    return TensorDict({"input_ids": ids[:, :-1], "labels": ids[:, 1:].clone()}, [2])
+    return global_batch(1, seed=seed)[1][0]
 
 
-def _one_rank_fails(rank, world):
+@on_ranks(2)
+def test_all_ranks_raise_where_the_loss_of_one_does_in_a_first_step(rank, world):
     """The second rank's loss raises before the model, behind it, and with rows that are none."""
     state = lay_out(_Model().double())
 
     def fails(model, batch, *, late):
-        loss = _loss(model, batch) if late or not rank else None
+        loss = vectors_loss(model, batch) if late or not rank else None
         if rank:
             raise KeyError("reward")
         return loss
 
     error, match = (KeyError, "reward") if rank else (ValueError, "rank 1 at an exc.*reward")
-    kept = [
-        _keeps(state, _step(partial(fails, late=late)), vectors(rank), error, match)
-        for late in (False, True)
-    ]
+    for late in (False, True):
+        assert _keeps(state, _step(partial(fails, late=late)), vectors(rank), error, match)
     with pytest.raises(TypeError, match=r"a micro-batch must be .*; got a dict"):
-        fk.audit(state, dict(vectors(rank)[0]), _loss)
+        fk.audit(state, dict(vectors(rank)[0]), vectors_loss)
     state, metrics = _step()(state, vectors(rank))
-    return [*kept, float(metrics["skipped"])]
-
-
-def test_all_ranks_raise_where_the_loss_of_one_does_in_a_first_step():
-    assert run_ranks(_one_rank_fails, 2) == [[True, True, 0.0]] * 2
+    assert metrics["skipped"] == 0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
+from collections.abc import Callable
 
 import attrs
 import pytest
 import torch
 from covering import in_turn
-from lab import SPEC, alone, full, global_batch, lay_out, mean_gradients
-from pool import run_again
+from lab import SPEC, alone, full_tensors, global_batch, lay_out, mean_gradients
+from pool import on_ranks, run_again
+from saved import everything
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -25,17 +29,15 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.embed = nn.Embedding(40, 16)
+        self.embed, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
         self.layers = nn.ModuleList([nn.Linear(16, 16) for _ in range(4)])
-        self.head = nn.Linear(16, 40)
         self.unused = nn.Linear(4, 4)
         self.register_buffer("scale", torch.tensor(0.5))
         self.layers[1].weight.requires_grad_(False)
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.layers[0](self.embed(ids)).tanh()
-        if ids.shape[1] > 8:
-            x = x + self.layers[3](x)
+        x = x + self.layers[3](x) if ids.shape[1] > 8 else x
         x = self.layers[0](x) + self.layers[1](x).tanh() * self.scale
         return self.head(self.layers[2](x))
 
@@ -66,25 +68,22 @@ def loss_of(model: nn.Module, batch: TensorDict) -> fk.Loss:
     return loss.with_metrics(rows=(len(batch), 1))
 
 
-class FirstIsNan:
-    def __init__(self) -> None:
-        self.calls = 0
+def first_is_nan() -> Callable[..., fk.Loss]:
+    calls = itertools.count()
 
-    def __call__(self, model: nn.Module, batch: TensorDict) -> fk.Loss:
-        self.calls += 1
+    def loss_fn(model: nn.Module, batch: TensorDict) -> fk.Loss:
         loss = loss_of(model, batch)
-        return fk.Loss(loss.sum * (math.nan if self.calls == 1 else 1.0), loss.count, loss.metrics)
+        return dataclasses.replace(loss, sum=loss.sum * (1.0 if next(calls) else math.nan))
+
+    return loss_fn
 
 
 def finish(state: fk.TrainState, totals: fk.Totals) -> tuple[fk.TrainState, dict[str, Tensor]]:
     totals = fk.reduce_totals(totals, state)
-    parameters = dict(state.model.named_parameters())
-    results = {n: full(p.grad) for n, p in parameters.items() if p.grad is not None}
+    results = full_tensors(state.model, gradients=True)
     results |= {str(key): value for key, value in totals.sums.items(True, True)}
-    results["samples"] = torch.tensor(totals.samples)
     state = fk.update(state, fk.clip(totals, max_norm=1.0), lr=0.01, totals=totals)
-    results |= {f"updated {name}": full(p.detach()).clone() for name, p in parameters.items()}
-    return state, results | {"skipped": state.skipped, "scale": state.loss_scale}
+    return state, results | everything(state)
 
 
 def compare(rank, world, kind, layout, cut, options, sync, knows_last):
@@ -93,11 +92,10 @@ def compare(rank, world, kind, layout, cut, options, sync, knows_last):
         nan = kind == "nan" and number == 0
         if number == 1:  # which nobody ends
             fk.begin_step(parts, sync=sync).add(rows(parts, kind)[:2], loss_of)
-        totals = fk.accumulate(
-            whole, rows(whole, kind), FirstIsNan() if nan else loss_of, sync=sync
-        )
+        loss_fn = first_is_nan() if nan else loss_of
+        totals = fk.accumulate(whole, rows(whole, kind), loss_fn, sync=sync)
         whole, expected = finish(whole, totals)
-        batches, loss_fn = iter(rows(parts, kind)), FirstIsNan() if nan else loss_of
+        batches, loss_fn = iter(rows(parts, kind)), first_is_nan() if nan else loss_of
         step = fk.begin_step(parts, sync=sync)  # without a block, as a server's requests come
         for call, size in enumerate(cut, start=1):
             part = [next(batches) for _ in range(size)]
@@ -141,9 +139,16 @@ def test_several_parts_are_one_call_to_the_bit(cell, knows_last):
     run_again(compare, world, kind, layout, cut, options, sync, knows_last)
 
 
-def evaluates_badly(rank, world, layout, sync):
+def calls_and_fails(model, batch):
+    loss_of(model, batch)
+    raise KeyError("gone")
+
+
+@pytest.mark.parametrize("sync", ["last", "hsdp_last"])
+@on_ranks(2, keep=True)
+def test_an_evaluation_that_raises_between_two_parts_loses_nothing(rank, world, sync):
     """An evaluation between two parts raises, and the caller goes on with the step."""
-    whole, parts = (build_state("dense", layout, {}) for _ in range(2))
+    whole, parts = (build_state("dense", HSDP, {}) for _ in range(2))
     for _ in range(2):
         whole, expected = finish(whole, fk.accumulate(whole, rows(whole), loss_of, sync=sync))
         with fk.begin_step(parts, sync=sync) as step:
@@ -155,24 +160,15 @@ def evaluates_badly(rank, world, layout, sync):
         assert all(torch.equal(results[name], value) for name, value in expected.items())
 
 
-def calls_and_fails(model, batch):
-    loss_of(model, batch)
-    raise KeyError("gone")
-
-
-@pytest.mark.parametrize("sync", ["last", "hsdp_last"])
-def test_an_evaluation_that_raises_between_two_parts_loses_nothing(sync):
-    run_again(evaluates_badly, 2, HSDP, sync)
-
-
-def clears(rank, world, how):
+@pytest.mark.parametrize("how", ["hook", "audit"])
+@on_ranks(2, keep=True)
+def test_a_step_does_not_outlive_its_gradients(rank, world, how):
     """What clears a step's gradients and then raises has ended the step all the same."""
-    state = lay_out(fk.Transformer(EVEN)) if world > 1 else alone(fk.Transformer(EVEN))
-    weight = next(state.model.parameters())
+    state = lay_out(fk.Transformer(EVEN))
     step = fk.begin_step(state)
     step.add(rows(state)[:1], loss_of)
     if how == "hook":
-        hook = weight.register_hook(lambda gradient: gradient)
+        hook = next(state.model.parameters()).register_hook(lambda gradient: gradient)
         with pytest.raises(ValueError, match="has a gradient hook"):
             fk.begin_step(state)
         hook.remove()
@@ -183,42 +179,13 @@ def clears(rank, world, how):
         step.end()
 
 
-@pytest.mark.parametrize("how", ["hook", "audit"])
-def test_a_step_does_not_outlive_its_gradients(how):
-    run_again(clears, 2, how)
-
-
-class Shared(list):
-    """A replica group's part of a step of four micro-batches."""
-
-    def __init__(self, batches, low, high):
-        super().__init__(batches[low:high])
-        self.first_number, self.samples, self.whole = low, 2 * (high - low), (4, 2)
-
-
-def test_what_is_drawn_in_a_later_call_does_not_depend_on_who_has_which_micro_batch():
-    state, seen = alone(fk.Transformer(EVEN)), {}
-
-    def loss_fn(model, batch):
-        seen[cut].append(torch.initial_seed())
-        return loss_of(model, batch)
-
-    for cut in ((0, 4), (0, 1), (1, 4)):
-        seen[cut] = []
-        with fk.begin_step(state) as step:
-            step.add(Shared(rows(state), *cut), loss_fn)
-            step.add(Shared(rows(state), *cut), loss_fn)
-    assert len(set(seen[0, 4])) == 8
-    assert seen[0, 4][:4] == seen[0, 1][:1] + seen[1, 4][:3]
-    assert seen[0, 4][4:] == seen[0, 1][1:] + seen[1, 4][3:]
-
-
 def has_gradients(state):
     return any(p.grad is not None for p in state.model.parameters())
 
 
 def refusals(rank, world):
-    state = lay_out(fk.Transformer(EVEN)) if world > 1 else alone(fk.Transformer(EVEN))
+    state, fresh = ((lay_out if world > 1 else alone)(fk.Transformer(EVEN)) for _ in range(2))
+    first, rest = rows(state)[:1], rows(state)[1:]
 
     def fail(model, batch):
         raise KeyError("reward")
@@ -231,43 +198,41 @@ def refusals(rank, world):
             with pytest.raises(ValueError, match=f"this step is {phase}; .*forgekit.begin_step"):
                 use()
 
-    def none(step):
-        step.add([], loss_of)
-        with pytest.raises(ValueError, match="step is in progress; totals are available only"):
+    def no_totals(step, phase):
+        with pytest.raises(ValueError, match=f"{phase}; totals"):
             _ = step.totals
 
-    def failing(step):
-        step.add(rows(state)[:1], loss_of)
-        step.add(rows(state)[1:], fail)
-
-    def interrupted(step):
-        step.add(rows(state)[:1], loss_of)
+    def interrupted():
+        yield first, loss_of
         raise KeyError("queue")
 
-    def broken(use, error, match):
-        with pytest.raises(error, match=match), fk.begin_step(state) as step:
-            use(step)
-        refused(step, "abandoned")
-        assert not has_gradients(state)
-        return step
+    def add(step, parts):
+        no_totals(step, "in progress")
+        for part in parts:
+            step.add(*part)
 
-    broken(none, ValueError, "got no micro-batch")
-    broken(failing, KeyError, "reward")
-    step = broken(interrupted, KeyError, "queue")
-    with pytest.raises(ValueError, match="this step is abandoned; totals"):
-        _ = step.totals
+    for parts, error, match in (
+        ([([], loss_of)], ValueError, "got no micro-batch"),
+        ([(first, loss_of), (rest, fail)], KeyError, "reward"),
+        (interrupted(), KeyError, "queue"),
+    ):
+        with pytest.raises(error, match=match), fk.begin_step(state) as step:
+            add(step, parts)
+        refused(step, "abandoned")
+        no_totals(step, "this step is abandoned")
+        assert not has_gradients(state)
     step = fk.begin_step(state)
-    step.add(rows(state)[:1], loss_of)
+    step.add(first, loss_of)
     step.abandon()
     assert not has_gradients(state)
     with fk.begin_step(state) as step:
-        step.add(rows(state)[:1], loss_of, last=True)
+        step.add(first, loss_of, last=True)
         with pytest.raises(ValueError, match=r"the previous add\(\) had last=True"):
-            step.add(rows(state)[1:], loss_of)
+            step.add(rest, loss_of)
     refused(step, "over")
 
     def ended(step):
-        step.add(rows(state)[:1], loss_of)
+        step.add(first, loss_of)
         step.end()
         raise KeyError("late")
 
@@ -276,15 +241,13 @@ def refusals(rank, world):
     assert step.totals["targets"] > 0  # what has ended stays, as after `abandon`
     refused(step, "over")
     cleared = fk.begin_step(state)
-    cleared.add(rows(state)[:1], loss_of)
+    cleared.add(first, loss_of)
     totals = fk.accumulate(state, rows(state), loss_of)  # as a look at gradients in between
-    with pytest.raises(ValueError, match="replaced by a newer step; totals"):
-        _ = cleared.totals
+    no_totals(cleared, "replaced by a newer step")
     refused(cleared, "replaced by a newer step")
     assert has_gradients(state)
     assert totals["targets"] > 0
     # After all of that a step is what it always is.
-    fresh = lay_out(fk.Transformer(EVEN)) if world > 1 else alone(fk.Transformer(EVEN))
     wanted, here = (mean_gradients(each, rows(each), loss_of) for each in (fresh, state))
     assert all(torch.equal(here[name], value) for name, value in wanted.items())
 

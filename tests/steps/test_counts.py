@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from functools import partial
 
+import attrs
 import pytest
 import torch
 from covering import in_turn
-from lab import MICRO_BATCHES, build_state, full_tensors, global_batch, is_kept, lay_out
+from lab import MICRO_BATCHES, SPEC, build_state, full_tensors, global_batch, is_kept, lay_out
 from pool import run_again, run_ranks
 
 import forgekit as fk
@@ -22,17 +23,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 
 
 def _count_ahead(rank, world, layout):
-    state = lay_out(fk.Transformer(WIDE), layout)
+    state = lay_out(fk.Transformer(attrs.evolve(SPEC, vocab_size=40)), layout)
     row, rows = fk.data_ranks(state.mesh)
     batches = [everyone[row] for everyone in global_batch(rows)]
     counters = {"labels": lambda b: (b["labels"] != -100).sum(), "thirds": lambda b: len(b) / 3}
     pulled, counts = fk.count_ahead(state, iter(batches), counters)
     return len(pulled), rows, {name: count.item() for name, count in counts.items()}
-
-
-WIDE = fk.TransformerSpec(
-    vocab_size=40, dim=24, layers=2, heads=6, kv_heads=2, ffn_dim=40, max_seq_len=16
-)
 
 
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS.values(), ids=LAYOUTS)

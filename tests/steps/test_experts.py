@@ -9,6 +9,7 @@ import attrs
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import some_of
 from lab import Watch, full, lay_out, relative_error
 from pool import run_again, run_ranks
 from tensordict import TensorDict
@@ -85,18 +86,9 @@ def split(batch, sizes):
     return list(batch.split(sizes))
 
 
-def loss_fn(model, batch):
-    is_target = batch["labels"] != -100
-    logits = model(batch["input_ids"], doc_ids=batch["doc_ids"], targets=is_target)
-    return fk.cross_entropy(logits, batch["labels"])
-
-
-def watch(model):
-    """What goes into each layer of experts, by their number."""
-    entered = {}
-    for index, layer in enumerate(routed(model)):
-        layer.register_forward_pre_hook(lambda _, args, i=index: entered.update({i: args[0]}))
-    return entered
+def loss_fn(model, batch, targets=lambda batch: batch["labels"] != -100, **options):
+    given = {"doc_ids": batch["doc_ids"], "targets": targets(batch), **options}
+    return fk.cross_entropy(model(batch["input_ids"], **given), batch["labels"])
 
 
 def run(state, batches, loss_fn=loss_fn):
@@ -108,11 +100,7 @@ def run(state, batches, loss_fn=loss_fn):
 
 def test_without_targets_terms_are_summed_over_all_that_is_no_padding():
     def by(targets):
-        def loss(model, batch):
-            ids, doc_ids = batch["input_ids"], batch["doc_ids"]
-            logits = model(ids, doc_ids=doc_ids, targets=targets(batch))
-            return fk.cross_entropy(logits, batch["labels"])
-
+        loss = partial(loss_fn, targets=targets)
         return run(create(), split(rows(), [3, 5]), loss)[0]
 
     without, told = by(lambda batch: None), by(lambda batch: batch["doc_ids"] >= 0)
@@ -141,12 +129,13 @@ def test_at_rest_the_gradient_is_that_of_the_usual_form():
         return fk.Loss(loss.sum * 0.0, loss.count)
 
     state = create(model)
-    (layer,), entered, gradients = routed(model), watch(model), []
+    (layer,), entered, gradients = routed(model), [], []
+    layer.register_forward_pre_hook(lambda _, args: entered.append(args[0].detach()))
     for _ in range(2):
         totals = fk.reduce_totals(fk.accumulate(state, [batch], only_terms), state)
         gradients.append(fk.gradients(state, totals)["layers.3.feed_forward.router.weight"])
         state = fk.update(state, fk.clip(totals), lr=0.0, totals=totals)
-    value = usual_form(layer, entered[0].detach())
+    value = usual_form(layer, entered[0])
     expected = torch.autograd.grad(value, layer.router.weight)[0]
     assert relative_error({"w": gradients[1]}, {"w": expected}) < 1e-6  # shares are float32
     assert relative_error({"w": gradients[0]}, {"w": expected}) > 0.1
@@ -167,11 +156,12 @@ def is_same(first, second):
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def train(steps, sizes, model=None):
+def train(steps, sizes=(ROWS,), model=None, loss_fn=loss_fn, change=lambda _, batches: batches):
+    """``change`` makes other micro-batches of those of a step."""
     state = create(model)
     step = fk.make_step(loss_fn, schedule=SCHEDULE)
     for index in range(steps):
-        state, metrics = step(state, split(rows(index), sizes))
+        state, metrics = step(state, change(state, split(rows(index), sizes)))
     return state, metrics
 
 
@@ -195,7 +185,7 @@ def test_the_bias_moves_once_a_step_by_the_sign_of_the_load(centered):
 
 
 def test_balance_is_bitwise_the_same_for_any_split_and_recomputation():
-    expected, _ = train(5, [8])
+    expected, _ = train(5)
     for sizes, what in (([3, 5], "none"), ([8], "full"), ([2, 6], "selective")):
         model = build()
         for block in model.layers:
@@ -205,34 +195,32 @@ def test_balance_is_bitwise_the_same_for_any_split_and_recomputation():
 
 
 def test_padding_and_micro_batches_without_a_token_change_no_balance():
-    expected, _ = train(3, [8])
-    state = create()
-    step = fk.make_step(loss_fn, schedule=SCHEDULE)
-    empty = rows(7)
+    empty, fill = rows(7), {"input_ids": 3, "labels": -100, "doc_ids": -1}
     empty["labels"].fill_(-100), empty["doc_ids"].fill_(-1)
-    for index in range(3):
-        batch = rows(index)
-        fill = {"input_ids": 3, "labels": -100, "doc_ids": -1}
-        padded = TensorDict({k: F.pad(batch[k], (0, 2), value=v) for k, v in fill.items()}, [ROWS])
-        state, metrics = step(state, [padded, empty])
+
+    def padded(_, batches):
+        (batch,) = batches
+        longer = {key: F.pad(batch[key], (0, 2), value=value) for key, value in fill.items()}
+        return [TensorDict(longer, [ROWS]), empty]
+
+    (expected, _), (state, metrics) = train(3), train(3, change=padded)
     assert is_same(balance(state), balance(expected))
     assert metrics["moe/dropped"] == 0
 
 
 def test_evaluation_and_other_forwards_count_nothing():
-    expected, _ = train(3, [3, 5])
-
-    def with_another_look(model, batch):
+    def with_other_looks(model, batch):
         with torch.no_grad():
             model(batch["input_ids"].flip(1))
         return loss_fn(model, batch)
 
-    state = create()
-    step = fk.make_step(with_another_look, schedule=SCHEDULE)
-    for index in range(3):
-        fk.evaluate(state, split(rows(index + 50), [8]), loss_fn)
-        state, _ = step(state, split(rows(index), [3, 5]))
+    def looks(state, batches):
+        fk.evaluate(state, [rows(50)], loss_fn)
         fk.generate(state.model, torch.arange(3).view(1, 3), max_new_tokens=2)
+        return batches
+
+    expected, _ = train(3, [3, 5])
+    state, _ = train(3, [3, 5], loss_fn=with_other_looks, change=looks)
     assert is_same(balance(state), balance(expected))
 
 
@@ -241,12 +229,9 @@ def test_a_bad_step_changes_no_balance():
     before, batch = balance(state), rows(9)
     batch["labels"].fill_(-100)
     step = fk.make_step(loss_fn, schedule=SCHEDULE)
-    state, metrics = step(state, [batch])
-    assert metrics["skipped"] == 1
-    assert is_same(balance(state), before)
-    state, metrics = step(state, [rows(9)])
-    assert metrics["skipped"] == 0
-    assert not is_same(balance(state), before)
+    for rows_of_step, is_bad in ((batch, True), (rows(9), False)):
+        state, metrics = step(state, [rows_of_step])
+        assert (metrics["skipped"] == 1) == is_same(balance(state), before) == is_bad
 
 
 def test_the_layer_whose_router_gets_what_is_not_finite_is_named():
@@ -257,10 +242,7 @@ def test_the_layer_whose_router_gets_what_is_not_finite_is_named():
     totals = fk.reduce_totals(fk.accumulate(state, split(rows(), [3, 5]), loss_fn), state)
     assert not fk.clip(totals).finite
     is_fine = totals.sums["experts", "z_loss"].isfinite().tolist()
-    assert dict(zip(SPEC.routed.values(), is_fine, strict=True)) == {
-        "layers.1.feed_forward": True,
-        "layers.3.feed_forward": False,
-    }
+    assert [*zip(SPEC.routed, is_fine, strict=True)] == [(1, True), (3, False)]
     replay = replay_step(state, split(rows(), [3, 5]), loss_fn)
     assert replay.first_bad_output == "layers.2.feed_forward.down"
 
@@ -278,9 +260,7 @@ def test_the_balance_of_all_stages_is_in_their_checkpoint(tmp_path):
         assert buffers
         held |= buffers
     state = fk.checkpoint_load(create(), tmp_path)
-    found = dict(state.model.named_buffers())
-    assert found.keys() == held.keys()
-    assert all(torch.equal(found[name], held[name]) for name in held)
+    torch.testing.assert_close(dict(state.model.named_buffers()), held, rtol=0, atol=0)
     assert not is_same(balance(state), balance(create()))
 
 
@@ -289,7 +269,7 @@ def test_a_frozen_bias_stays():
     model = build(bias_rate=None, selection_bias=True)
     for layer in routed(model):
         layer.router.selection_bias.copy_(torch.arange(6.0) / 10)
-    state, metrics = train(2, [8], model)
+    state, metrics = train(2, model=model)
     load, bias, *_ = balance(state)
     assert torch.equal(bias, torch.arange(6.0) / 10)
     assert not torch.equal(load, build().layers[1].feed_forward.router.load)
@@ -322,19 +302,16 @@ LONG = {
 
 def with_choices(batch):
     """Other experts than routers choose, and none that another layer has."""
-    names = build().spec.routed.values()
     numbers = torch.arange(batch["input_ids"].numel() * 2).view(*batch["input_ids"].shape, 2)
     given = {}
-    for index, name in enumerate(names):
+    for index, name in enumerate(SPEC.routed.values()):
         first = (numbers[..., 0] * (1 + 4 * index) + numbers[..., 0] // 7) % 6
         given[name] = torch.stack((first, (first + 2 + index) % 6), -1)
     return batch.copy().update({"replay": TensorDict(given, [len(batch)])})
 
 
 def replayed_loss(model, batch):
-    ids, doc_ids, targets = batch["input_ids"], batch["doc_ids"], batch["labels"] != -100
-    logits = model(ids, doc_ids=doc_ids, targets=targets, replay=batch["replay"])
-    return fk.cross_entropy(logits, batch["labels"])
+    return loss_fn(model, batch, replay=batch["replay"])
 
 
 def _replay(rank, world, sizes, options):
@@ -345,24 +322,17 @@ def _replay(rank, world, sizes, options):
     return run(state, batches, replayed_loss)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["PP2", "CP2", *(pytest.param(n, marks=pytest.mark.oracle) for n in LONG if len(n) > 3)],
-)
+@pytest.mark.parametrize("name", some_of(LONG, "CP2xEP2", "EP2xFSDP2", "EP2xPP2"))
 def test_a_choice_from_outside_reaches_the_positions_and_stages_that_it_is_for(name):
     """Sliced as its rows are; scores are live, so that routers learn; also where recomputed."""
     expected, counts = _replay(0, 1, {}, {})
     world = math.prod(size for key, size in LONG[name].items() if key != "ep")
-    found = {}
-    for gradients, counted in run_again(
-        _replay, world, LONG[name], {"activation_checkpoint": "full"}
-    ):
+    found, options = {}, {"activation_checkpoint": "full"}
+    for gradients, counted in run_again(_replay, world, LONG[name], options):
         assert counted == counts
         found |= gradients
     assert relative_error(found, expected) < 1e-10
-    routers = [name for name in expected if "router" in name]
-    assert len(routers) == 2
-    assert all(expected[name].abs().max() > 1e-3 for name in routers)
+    assert [g.abs().max() > 1e-3 for n, g in expected.items() if "router" in n] == [True] * 2
     without, _ = run(create(), split(rows(positions=12), [4, 4]))
     assert relative_error(without, expected) > 1e-2
 
@@ -370,14 +340,9 @@ def test_a_choice_from_outside_reaches_the_positions_and_stages_that_it_is_for(n
 # Errors
 
 
-def _around_the_model(model, batch):
-    logits = model.forward(batch["input_ids"], doc_ids=batch["doc_ids"])
-    return fk.cross_entropy(logits, batch["labels"])
-
-
 def test_experts_that_a_step_cannot_follow_are_refused():
     with pytest.raises(ValueError, match=r"^loss_fn did not call Transformer with gradients, so"):
-        fk.accumulate(create(), [rows()], _around_the_model)
+        fk.accumulate(create(), [rows()], lambda model, batch: loss_fn(model.forward, batch))
     twins = torch.nn.ModuleList([build(), build()])
     with pytest.raises(ValueError, match=r"^the model has 2 Transformers with experts, whose"):
         StepRouters(twins.modules(), torch.ones(()), torch.device("cpu"))

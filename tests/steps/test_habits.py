@@ -15,9 +15,11 @@ from lab import (
     lay_out,
     logits_loss,
     mean_gradients,
+    reference_gradients,
     relative_error,
+    token_rows,
 )
-from pool import run_again, run_ranks
+from pool import on_ranks, run_again
 from tensordict import TensorDict
 from torch import nn
 
@@ -57,25 +59,12 @@ class _Model(nn.Module):
         return self.top(x)
 
 
-class _Wrapper(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, ids):
-        return self.inner(ids)
-
-
 def _loss(model, batch):
-    return fk.cross_entropy(model(batch["ids"]), batch["labels"])
+    return fk.cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
 def _batches(at, seed=0):
-    generator = torch.Generator().manual_seed(100 * seed + at)
-    draw = [torch.randint(WORDS, (2, 5), generator=generator) for _ in range(6)]
-    return [
-        TensorDict({"ids": a, "labels": b}, [2]) for a, b in zip(draw[:3], draw[3:], strict=True)
-    ]
+    return [token_rows(2, 5, WORDS, 100 * seed + 10 * at + n) for n in range(3)]
 
 
 def _all_batches(state, seed=0, ranks=2):
@@ -101,7 +90,7 @@ def _alone(model=None):
 
 def _peek(state):
     with torch.no_grad():
-        state.model(_batches(9)[0]["ids"])
+        state.model(_batches(9)[0]["input_ids"])
 
 
 def _gradients(state, ranks=2):
@@ -139,7 +128,8 @@ def test_a_step_after_a_look_uses_the_weights_of_now(layout, habit):
         assert relative_error(found, expected) < 1e-10
 
 
-def _hooked(rank, world):
+@on_ranks(2)
+def test_hooks_that_sharding_would_lose_or_fsdp_never_calls_are_refused(rank, world):
     for layout, kind in (("fsdp", "register_hook"), ("tp", "register_post_accumulate_grad_hook")):
         model = _Model().double()
         getattr(model.layers[0][0].weight, kind)(lambda tensor: None)
@@ -150,42 +140,33 @@ def _hooked(rank, world):
     with pytest.raises(ValueError, match=r"'top.weight' has a .* hook, which FSDP never calls"):
         _gradients(state)
     handle.remove()
-    return _gradients(state)
-
-
-def test_hooks_that_sharding_would_lose_or_fsdp_never_calls_are_refused():
-    for found in run_ranks(_hooked, 2):
-        assert relative_error(found, _gradients(_alone())) < 1e-10
-
-
-def _wrapped(rank, world, sizes, options):
-    mesh = fk.build_mesh(fk.MeshSpec(**sizes), device="cpu")
-    model = _Wrapper(fk.parallelize(_Model().double(), mesh, **options))
-    with pytest.raises(
-        ValueError, match=r"_Wrapper is not the model that forgekit.parallelize .* [tp]p=2"
-    ):
-        fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
+    batches = [batch for at in range(world) for batch in _batches(at)]
+    expected, _ = reference_gradients(_Model(), [batches], _loss)
+    assert relative_error(_gradients(state), expected) < 1e-10
 
 
 @pytest.mark.parametrize(
     ("sizes", "options"), [({"tp": 2}, {"plan": PLAN}), ({"pp": 2}, {})], ids=["tp", "pp"]
 )
-def test_a_wrapper_around_a_model_that_ranks_share_is_refused(sizes, options):
-    run_again(_wrapped, 2, {"dp_shard": 1, **sizes}, options)
+@on_ranks(2, keep=True)
+def test_a_wrapper_around_a_model_that_ranks_share_is_refused(rank, world, sizes, options):
+    mesh = fk.build_mesh(fk.MeshSpec(**{"dp_shard": 1, **sizes}), device="cpu")
+    model = nn.Sequential(fk.parallelize(_Model().double(), mesh, **options))
+    with pytest.raises(
+        ValueError, match=r"Sequential is not the model that forgekit.parallelize .* [tp]p=2"
+    ):
+        fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
 
 
-def _grown(rank, world, layout):
-    state = _state(layout)
+@on_ranks(2, keep=True)
+def test_parameters_that_are_added_later_and_not_sharded_are_refused(rank, world):
+    state = _state("tp")
     before = full_tensors(state.model)
     added = nn.Linear(WIDTH, WORDS).double()
     state.optimizer.add_param_group({"params": list(added.parameters())})
     with pytest.raises(ValueError, match=r"optimizer holds 2 parameters .*\(10, 8\).* not sharded"):
         _gradients(state)
-    return is_kept(state.model, before)
-
-
-def test_parameters_that_are_added_later_and_not_sharded_are_refused():
-    assert run_again(_grown, 2, "tp") == [True, True]
+    assert is_kept(state.model, before)
 
 
 class _Branch(nn.Module):
@@ -219,7 +200,7 @@ class _Stack(nn.Module):
 
 
 def _branch_loss(model, batch):
-    return fk.cross_entropy(model(batch["ids"], float(batch["use"][0])), batch["labels"])
+    return fk.cross_entropy(model(batch["input_ids"], float(batch["use"][0])), batch["labels"])
 
 
 USES = {
@@ -290,19 +271,15 @@ APART = {
 }
 
 
-def _apart(rank, world, layout, case):
+@pytest.mark.parametrize(
+    ("layout", "case"), [("hsdp", "all blocks"), ("tp", "all blocks"), ("tp", "in the step alone")]
+)
+@on_ranks(2, keep=True)
+def test_blocks_that_ranks_skip_apart_are_refused(rank, world, layout, case):
     skips, message = APART[case]
     state = _state(layout, _Model(skips[rank]).double())
     with pytest.raises(ValueError, match=rf"different modules: {message}\. Their collectives"):
         fk.audit(state, _all_batches(state)[0], _loss)
-
-
-@pytest.mark.parametrize(
-    ("layout", "case"),
-    [("hsdp", "all blocks"), ("tp", "all blocks"), ("tp", "in the step alone")],
-)
-def test_blocks_that_ranks_skip_apart_are_refused(layout, case):
-    run_again(_apart, 2, layout, case)
 
 
 class _Leaving(Block):
@@ -363,24 +340,19 @@ def _some_leave(block, model, batch):
 
 
 def _left_by_one_of_two():
-    generator = torch.Generator().manual_seed(0)
-    for is_left in (True, False):
-        ids, labels = torch.randint(WORDS, (2, 2, 8), generator=generator)
-        left = torch.full((2,), is_left)
-        yield TensorDict({"input_ids": ids, "labels": labels, "is_left": left}, [2])
-
-
-def _left_gradients(rank, world, sizes):
-    model, block = _partial("attention")
-    state = lay_out(model, sizes)
-    batch = [*_left_by_one_of_two()][fk.data_ranks(state.mesh)[0]]
-    return mean_gradients(state, [batch], partial(_some_leave, block))
+    batches = [token_rows(2, 8, WORDS, seed) for seed in range(2)]
+    for batch, is_left in zip(batches, (True, False), strict=True):
+        batch["is_left"] = torch.full((2,), is_left)
+    return batches
 
 
 @pytest.mark.parametrize("shared", ["cp", "tp"])
-def test_parts_of_a_block_that_rows_decide_on_are_exact(shared):
+@on_ranks(4, keep=True)
+def test_parts_of_a_block_that_rows_decide_on_are_exact(rank, world, shared):
     """Ranks that share sequences or matrices leave them out together, others run them."""
-    model, block = _partial("attention")
-    expected = mean_gradients(alone(model), [*_left_by_one_of_two()], partial(_some_leave, block))
-    for found in run_again(_left_gradients, 4, {shared: 2, "dp_shard": 2}):
-        assert relative_error(found, expected) < 1e-10
+    (alone, block), (model, own_block) = _partial("attention"), _partial("attention")
+    batches, state = _left_by_one_of_two(), lay_out(model, {shared: 2, "dp_shard": 2})
+    expected, _ = reference_gradients(alone, [batches], partial(_some_leave, block))
+    mine = batches[fk.data_ranks(state.mesh)[0]]
+    found = mean_gradients(state, [mine], partial(_some_leave, own_block))
+    assert relative_error(found, expected) < 1e-10

@@ -6,12 +6,21 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lab import Watch
 from pool import run_again
-from steps.projections import HIDDEN, LABELS, MASKED, PLACES, ROWS, WEIGHT, draw
+from steps.projections import (
+    HIDDEN,
+    LABELS,
+    MASKED,
+    PLACES,
+    ROWS,
+    WEIGHT,
+    assert_alike,
+    draw,
+    share,
+)
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import forgekit as fk
 from forgekit.steps import log_probs as log_probs_file
@@ -70,10 +79,8 @@ def test_sixteen_bits_lose_nothing_in_the_logarithm():
     log_probs = fk.linear_log_probs(hidden, weight, LABELS)
     assert log_probs.dtype == torch.float32
     logits = (hidden.detach() @ weight.detach().T).double()
-    wanted = logits.log_softmax(-1).gather(-1, LABELS.clamp(min=0)[..., None])[..., 0]
-    torch.testing.assert_close(
-        log_probs.double(), wanted.where(~MASKED, torch.zeros(())), rtol=1e-6, atol=1e-6
-    )
+    wanted = -F.cross_entropy(logits.mT, LABELS, reduction="none")
+    torch.testing.assert_close(log_probs.double(), wanted, rtol=1e-6, atol=1e-6)
     (SLOPES[0] * log_probs).sum().backward()
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
     for mine, wanted in zip([hidden.grad, weight.grad], expected(1.0, False)[1:], strict=True):
@@ -88,20 +95,13 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits(monkeypatch):
     assert seen.largest == 10 * 90
 
 
-def _sharded(rank: int, world: int, temperature: float, uses_entropy: bool) -> list[Tensor]:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    weight = distribute_tensor(WEIGHT, mesh, [Shard(0)], src_data_rank=None)
-    weight = weight.detach().requires_grad_()
-    here = found(HIDDEN.clone().requires_grad_(), weight, temperature, uses_entropy)
+def _shared(rank: int, world: int, temperature: float, uses_entropy: bool) -> list[Tensor]:
+    here = found(HIDDEN.clone().requires_grad_(), share(WEIGHT), temperature, uses_entropy)
     return [*here[:-1], here[-1].full_tensor()]
 
 
 def test_ranks_that_share_the_vocabulary_find_the_same():
-    everyone = run_again(_sharded, 2, 0.7, True)
-    for here in everyone:
-        for mine, first, wanted in zip(here, everyone[0], expected(0.7, True), strict=True):
-            assert torch.equal(mine, first)
-            torch.testing.assert_close(mine, wanted, rtol=1e-12, atol=1e-12)
+    assert_alike(run_again(_shared, 2, 0.7, True), expected(0.7, True))
 
 
 @pytest.mark.parametrize("temperature", [0.0, math.nan, math.inf, -0.5, 1e-31, 1e-45])

@@ -28,13 +28,9 @@ LAYOUTS = {
 
 def global_batch() -> list[TensorDict]:
     """Four micro-batches of two rows, ragged, one row and one micro-batch without a target."""
-    draw = partial(torch.randint, generator=torch.Generator().manual_seed(0))
-    ids = draw(0, SPEC.vocab_size, (ROWS, PLACES + 1))
-    labels = ids[:, 1:].clone()
-    labels[draw(0, 10, labels.shape) < 3] = -100
-    labels[0], labels[4:6] = -100, -100
-    source = torch.tensor([0, 1, 1, 1, 0, 1, 0, 1])
-    batch = TensorDict({"input_ids": ids[:, :-1], "labels": labels, "source": source}, [ROWS])
+    batch = lab.token_rows(ROWS, PLACES, SPEC.vocab_size)
+    batch["labels"][0], batch["labels"][4:6] = -100, -100
+    batch["source"] = torch.tensor([0, 1, 1, 1, 0, 1, 0, 1])
     return list(batch.split(2))
 
 
@@ -49,16 +45,15 @@ def head_loss(model, batch):
 
 def reference() -> dict[str, tuple[float, int]]:
     """Summed loss and targets of each source."""
-    model = fk.Transformer(SPEC).double()
-    found = dict.fromkeys(SOURCES, (0.0, 0))
-    for batch in global_batch():
-        for row in batch:
-            keep = row["labels"] != -100
-            logits = model(row["input_ids"][None])[0][keep]
-            total = F.cross_entropy(logits, row["labels"][keep], reduction="sum")
-            total = total + 0.01 * logits.exp().sum(-1).log().square().sum()
-            name = SOURCES[int(row["source"])]
-            found[name] = found[name][0] + float(total.detach()), found[name][1] + int(keep.sum())
+    model, batch = fk.Transformer(SPEC).double(), torch.cat(global_batch())
+    with torch.no_grad():
+        logits = model(batch["input_ids"])
+    losses = F.cross_entropy(logits.mT, batch["labels"], reduction="none")
+    losses += 0.01 * logits.exp().sum(-1).log().square()
+    found = {}
+    for index, name in enumerate(SOURCES):
+        keep = (batch["labels"] != -100) & (batch["source"] == index)[:, None]
+        found[name] = float(losses[keep].sum()), int(keep.sum())
     return found
 
 

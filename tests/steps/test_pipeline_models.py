@@ -9,16 +9,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections import namedtuple
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
 from covering import first_of, in_turn
 from distributed.matrix import SCHEDULES
-from lab import full, lay_out, reference_gradients, relative_error
-from pool import RankError, run_again, run_ranks
+from lab import full, lay_out, reference_gradients, relative_error, token_rows
+from pool import RankError, on_ranks, run_again, run_ranks
 from tensordict import TensorDict
 from torch import nn
 
@@ -77,25 +77,14 @@ def form(forward=Form.forward, *, block=Mix, **also):
     return type("Model", (Form,), {"forward": forward, "block": block, **also})
 
 
-def each(step):
-    """A forward with something done at each block."""
+def each(step, begin=lambda self, x: x):
+    """A forward with something done at each block, also with what ``begin`` makes first."""
 
     def forward(self, ids):
         x = self.embed(ids)
+        begun = begin(self, x)
         for n, layer in enumerate(self.layers):
-            x = step(self, n, layer, x)
-        return self.top(x)
-
-    return forward
-
-
-def with_embedding(use):
-    """A forward that uses the embedding once more at each block."""
-
-    def forward(self, ids):
-        x = x0 = self.embed(ids)
-        for layer in self.layers:
-            x = use(layer(x), x0)
+            x = step(self, n, layer, x, begun)
         return self.top(x)
 
     return forward
@@ -112,15 +101,8 @@ def loss_fn(model, batch):
 # What crosses: the stream, in any container
 
 
-class Pair(NamedTuple):
-    x: torch.Tensor
-    first: list
-
-
-@dataclasses.dataclass
-class Out:
-    pair: dict
-    is_first: bool
+Pair = namedtuple("Pair", "x first")
+Out = dataclasses.make_dataclass("Out", ("pair", "is_first"))
 
 
 def _pack(x, first):
@@ -205,6 +187,10 @@ def _early_weight(self, ids):
     return F.linear(x, weight)
 
 
+def _no_effect(self, n, layer, x, x0):
+    return layer(x) + (x0 * 0.0).nan_to_num()
+
+
 EXACT = {
     "the stream": Form,
     "containers": form(_containers_passed, block=_passes_containers, takes=2),
@@ -212,19 +198,15 @@ EXACT = {
     "statistics and counters in blocks": form(block=NormBlock),
     "ids near the end, lists of parts, work in place": Copies,
     "a weight that is read early": form(_early_weight),
-    "an embedding of no effect": form(with_embedding(lambda x, x0: x + (x0 * 0.0).nan_to_num())),
+    "an embedding of no effect": form(each(_no_effect)),
 }
 
 
 # What is refused
 
 
-def _noisy(self, ids):
-    x = self.embed(ids)
-    noise = torch.rand(x.shape, dtype=x.dtype)
-    for layer in self.layers:
-        x = layer(x) + noise
-    return self.top(x)
+def _noise(self, x):
+    return torch.rand(x.shape, dtype=x.dtype)
 
 
 def _keep_in_attribute(self, x):
@@ -232,21 +214,12 @@ def _keep_in_attribute(self, x):
     return Mix.forward(self, x)
 
 
-def _sum_attributes(read):
-    def forward(self, ids):
-        return Form.forward(self, ids) * sum(map(read, self.layers))
-
-    return forward
+def _sum_attributes(self, ids):
+    return Form.forward(self, ids) * sum(layer.aux for layer in self.layers)
 
 
-def _along(container):
-    def forward(self, ids):
-        x, along = self.embed(ids), container()
-        for layer in self.layers:
-            x = layer(x, along)
-        return self.top(x)
-
-    return forward
+def _along(make):
+    return each(lambda self, n, layer, x, along: layer(x, along), begin=lambda *_: make())
 
 
 def _append(self, x, along):
@@ -276,29 +249,13 @@ def _closures():
     return form(forward, block=block)
 
 
-def _part(name, module):
-    return lambda self: setattr(self, name, module())
-
-
-def _norms():
-    return nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(8))
+def _norms(self):
+    self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(8))
 
 
 def _count(self, ids):
     self.seen += ids.numel()
     return Form.forward(self, ids)
-
-
-def _counter(self):
-    self.register_buffer("seen", torch.zeros(()))
-
-
-def _in_place_between(self, ids):
-    x = self.embed(ids)
-    for layer in self.layers:
-        x = layer(x)
-        x += 0.5
-    return self.top(x)
 
 
 CROSSES = (
@@ -308,9 +265,12 @@ TURN = r"is called in stage \d out of turn: .* or use pp=1"
 SENT = r"puts a tensor into a list, .* no other pipeline stage would see\. Let the blocks"
 
 REFUSED = {
-    "noise that all blocks take": (form(_noisy), CROSSES),
+    "noise that all blocks take": (
+        form(each(lambda self, n, layer, x, noise: layer(x) + noise, begin=_noise)),
+        CROSSES,
+    ),
     "a loss in an attribute": (
-        form(_sum_attributes(lambda layer: layer.aux), block=_keep_in_attribute),
+        form(_sum_attributes, block=_keep_in_attribute),
         r"layers\.0 keeps a differentiable tensor of shape \(\) in its attribute 'aux'",
     ),
     "a loss in a list of a closure": (
@@ -323,17 +283,15 @@ REFUSED = {
         r"layers\.0 changes a tensor in place that it is given",
     ),
     "norms in a list of modules": (
-        form(
-            each(lambda self, n, layer, x: layer(self.norms[n](x))), before=_part("norms", _norms)
-        ),
+        form(each(lambda self, n, layer, x, _: layer(self.norms[n](x))), before=_norms),
         TURN,
     ),
     "a counter of the model's own": (
-        form(_count, before=_counter),
+        form(_count, before=lambda self: self.register_buffer("seen", torch.zeros(()))),
         r"forward changes the buffer 'seen' of \w+, which each pipeline stage has",
     ),
     "work in place between the blocks": (
-        form(_in_place_between),
+        form(each(lambda self, n, layer, x, _: layer(x).add_(0.5))),
         r"what layers\.\d returned is changed in place before the next block, .* Write x = x \+ y",
     ),
     "a block that returns an object": (
@@ -345,19 +303,14 @@ REFUSED = {
         "returned a TensorDict; gradients through it would stay",
     ),
     "an embedding's weight": (
-        form(each(lambda self, n, layer, x: layer(x + self.embed.weight[0]))),
+        form(each(lambda self, n, layer, x, _: layer(x + self.embed.weight[0]))),
         r"embed, which another pipeline stage holds, is read for 'weight'",
     ),
 }
 
 
-def _batches(count, places=5, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    batches = []
-    for _ in range(count):
-        ids = torch.randint(0, WORDS, (2, places + 1), generator=generator)
-        batches.append(TensorDict({"input_ids": ids[:, :-1], "labels": ids[:, 1:]}, [2]))
-    return batches
+def _batches(count, places=5):
+    return [token_rows(2, places, WORDS, seed) for seed in range(count)]
 
 
 def _sgd(model):
@@ -419,7 +372,9 @@ def test_models_in_which_the_stream_crosses_are_exact(name, schedule, sizes):
     run_again(_check_exact, math.prod(sizes.values()), name, schedule, sizes)
 
 
-def _check_refused(rank, world, name, schedule):
+@pytest.mark.parametrize(("name", "schedule"), in_turn(list(REFUSED), ["1f1b", "zbv"]))
+@on_ranks(2, timeout_s=30)
+def test_models_in_which_more_crosses_are_refused_on_all_ranks(rank, world, name, schedule):
     kind, message = REFUSED[name]
     state = _state(kind, schedule, pp=world)
     before = {n: b.clone() for n, b in state.model.named_buffers()}
@@ -429,12 +384,6 @@ def _check_refused(rank, world, name, schedule):
         assert all(parameter.grad is None for parameter in state.model.parameters())
     for n, buffer in state.model.named_buffers():
         assert torch.equal(buffer, before[n])
-    return True
-
-
-@pytest.mark.parametrize(("name", "schedule"), in_turn(list(REFUSED), ["1f1b", "zbv"]))
-def test_models_in_which_more_crosses_are_refused_on_all_ranks(name, schedule):
-    assert run_ranks(_check_refused, 2, name, schedule, timeout_s=30) == [True, True]
 
 
 # Calls of other kinds, losses that read parameters, and what changes later
@@ -454,7 +403,8 @@ def _late_loss(model, batch):
     return fk.cross_entropy(model(batch["input_ids"], late=True), batch["labels"])
 
 
-def _check_kinds(rank, world):
+@on_ranks(2)
+def test_another_mode_and_other_arguments_are_rehearsed_anew(rank, world):
     """What crosses is learned for each mode and for each set of arguments."""
     state, batches = _state(_Fickle, "1f1b", pp=world), _batches(4)
     expected = reference_gradients(_Fickle(4), [batches], loss_fn)
@@ -467,10 +417,6 @@ def _check_kinds(rank, world):
                 run(state, batches, _late_loss)
 
 
-def test_another_mode_and_other_arguments_are_rehearsed_anew():
-    run_ranks(_check_kinds, 2)
-
-
 def _penalty(read):
     def loss(model, batch):
         out = loss_fn(model, batch)
@@ -479,17 +425,14 @@ def _penalty(read):
     return loss
 
 
-def _squares(parameters):
-    return sum(parameter.square().sum() for parameter in parameters)
-
-
 READS = {
-    "named_parameters": lambda model: _squares(p for _, p in model.named_parameters()),
+    "named_parameters": lambda model: sum(p.square().sum() for _, p in model.named_parameters()),
     "top": lambda model: model.top.weight.square().sum(),
 }
 
 
-def _check_reads(rank, world):
+@on_ranks(2)
+def test_a_loss_that_reads_parameters_is_refused_on_all_ranks(rank, world):
     state = _state(Form, "1f1b", pp=world)
     batches = _batches(2)
     for name, read in READS.items():
@@ -501,21 +444,16 @@ def _check_reads(rank, world):
     _assert_exact(_found(state, batches, reads_none), expected)
 
 
-def test_a_loss_that_reads_parameters_is_refused_on_all_ranks():
-    run_ranks(_check_reads, 2)
-
-
 def _later(change):
     """A forward that does something else at the third block, from the third call on."""
 
-    def forward(self, ids):
+    def begin(self, _):
         self.calls = getattr(self, "calls", 0) + 1
-        x = self.embed(ids)
-        for n, layer in enumerate(self.layers):
-            x = change(layer, x) if n == 2 and self.calls > 2 else layer(x)
-        return self.top(x)
 
-    return form(forward)
+    def step(self, n, layer, x, _):
+        return change(layer, x) if n == 2 and self.calls > 2 else layer(x)
+
+    return form(each(step, begin))
 
 
 LATER = {

@@ -6,7 +6,6 @@ import os
 import re
 import traceback
 from functools import partial
-from unittest import mock
 
 import attrs
 import pytest
@@ -15,29 +14,25 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from covering import first_of
 from distributed.models import logits_loss
-from lab import SPEC, lay_out, mean_gradients, reference_gradients, relative_error
-from pool import RankError, run_again, run_ranks
-from tensordict import TensorDict
+from lab import SPEC, lay_out, mean_gradients, reference_gradients, relative_error, token_rows
+from pool import RankError, on_ranks, run_again, run_ranks
 from torch import nn
 
 import forgekit as fk
 from forgekit.model.transformer import Block
+from forgekit.verification.measure import plain_backward
 
 DEEP = attrs.evolve(SPEC, layers=4)  # two stages on a rank
 
 
 def _batches(count, places=6, seed=0):
     """Ragged targets, the second micro-batch without any, two documents a row and padding."""
-    draw = partial(torch.randint, generator=torch.Generator().manual_seed(seed))
-    batches = []
-    for number in range(count):
-        ids = draw(0, SPEC.vocab_size, (2, places + 1))
-        labels = ids[:, 1:].clone()
-        labels[draw(0, 10, labels.shape) < (10 if number == 1 else 3)] = -100
-        documents = (torch.arange(places) >= places // 2).long().expand(2, -1).clone()
-        documents[1, -1] = -1
-        named = {"input_ids": ids[:, :-1], "labels": labels, "doc_ids": documents}
-        batches.append(TensorDict(named, [2]))
+    batches = [token_rows(2, places, SPEC.vocab_size, 9 * seed + n) for n in range(count)]
+    for batch in batches:
+        batch["doc_ids"] = (torch.arange(places) >= places // 2).long().repeat(2, 1)
+        batch["doc_ids"][1, -1] = -1
+    for batch in batches[1:2]:
+        batch["labels"].fill_(-100)
     return batches
 
 
@@ -57,31 +52,26 @@ def _error(state, batches, expected):
     return relative_error(found, {name: expected[name] for name in found})
 
 
-class _Stream:
-    """Sized; notes when each micro-batch is pulled."""
-
-    def __init__(self, batches, events):
-        self.batches, self.events = batches, events
-
-    def __len__(self):
-        return len(self.batches)
+class _Stream(list):
+    """Notes when each micro-batch is pulled."""
 
     def __iter__(self):
-        for number, batch in enumerate(self.batches):
+        for number, batch in enumerate(super().__iter__()):
             self.events.append(f"pull {number}")
             yield batch
 
 
 def _check_lazy(rank, world):
-    state, batches, events = _state("1f1b"), _batches(4), []
-    fk.accumulate(state, batches, logits_loss)  # shapes are known from here on
+    state, batches, events = _state("1f1b"), _Stream(_batches(4)), []
+    fk.accumulate(state, batches[:], logits_loss)  # shapes are known from here on
+    batches.events = events
 
     def note(_module, _args, out):
         events.append("forward")
         out.register_hook(lambda _: events.append("backward"))
 
     state.layout.stages.modules[0].register_forward_hook(note)
-    fk.accumulate(state, _Stream(batches, events), logits_loss)
+    fk.accumulate(state, batches, logits_loss)
     pulls = [event for event in events if event != "backward"]
     assert pulls == [event for n in range(4) for event in (f"pull {n}", "forward")]
     return events
@@ -93,19 +83,6 @@ def test_a_micro_batch_is_pulled_when_its_first_stage_is_about_to_run():
     assert first[:7] == ahead
 
 
-def _check_evaluation(rank, world, schedule, count):
-    batches = [batch for n in range(count) for batch in _batches(1, places=3 + n % 3, seed=n)]
-    _, loss = _expected(batches)
-    state = _state(schedule)
-    for given in (batches, iter(batches)):
-        found = fk.evaluate(state, given, logits_loss)
-        torch.testing.assert_close(found["loss"], loss, rtol=1e-12, atol=0)
-    with pytest.raises(ValueError, match="evaluate got no micro-batch"):
-        fk.evaluate(state, [], logits_loss)
-    batches = _batches(4)  # what evaluation learned serves a step
-    assert _error(state, batches, _expected(batches)[0]) < 1e-10
-
-
 @pytest.mark.parametrize(
     ("schedule", "count"),
     first_of(
@@ -113,8 +90,17 @@ def _check_evaluation(rank, world, schedule, count):
         [("1f1b", 1), ("interleaved_1f1b", 5), ("zbv", 3), ("dualpipev", 2)],
     ),
 )
-def test_evaluation_takes_any_number_of_micro_batches_of_any_shapes(schedule, count):
-    run_again(_check_evaluation, 2, schedule, count)
+@on_ranks(2, keep=True)
+def test_evaluation_takes_any_number_of_micro_batches_of_any_shapes(rank, world, schedule, count):
+    batches = [batch for n in range(count) for batch in _batches(1, places=3 + n % 3, seed=n)]
+    (_, loss), state = _expected(batches), _state(schedule)
+    for given in (batches, iter(batches)):
+        found = fk.evaluate(state, given, logits_loss)
+        torch.testing.assert_close(found["loss"], loss, rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match="evaluate got no micro-batch"):
+        fk.evaluate(state, [], logits_loss)
+    batches = _batches(4)  # what evaluation learned serves a step
+    assert _error(state, batches, _expected(batches)[0]) < 1e-10
 
 
 def _twice(model, batch):
@@ -137,7 +123,8 @@ LOSSES = {
 }
 
 
-def _check_refusals(rank, world):
+@on_ranks(2, timeout_s=30)
+def test_what_cannot_run_is_refused_on_all_ranks_and_the_step_can_be_tried_again(rank, world):
     """Of what cannot run all ranks say so, before anything has run; then a step is what it is."""
     state = _state("1f1b")
     batches, refused = _batches(4), (ValueError, TypeError, RuntimeError)
@@ -161,23 +148,17 @@ def _check_refusals(rank, world):
     assert _error(state, batches, _expected(batches)[0]) < 1e-10
 
 
-def test_what_cannot_run_is_refused_on_all_ranks_and_the_step_can_be_tried_again():
-    run_ranks(_check_refusals, 2, timeout_s=30)
-
-
 def _order(rank, world):
     """What this rank sends and receives in an evaluation, in order."""
     state, batches, order = _state("zbv"), _batches(5), []
-    send, receive = dist.isend, dist.recv
 
     def noting(name, call, *args):
         order.append(name)
         return call(*args)
 
-    with (
-        mock.patch.object(dist, "isend", partial(noting, "send", send)),
-        mock.patch.object(dist, "recv", partial(noting, "receive", receive)),
-    ):
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("isend", "recv"):
+            patch.setattr(dist, name, partial(noting, name, getattr(dist, name)))
         fk.evaluate(state, batches, logits_loss)
     return order
 
@@ -185,21 +166,18 @@ def _order(rank, world):
 def test_an_evaluation_sends_in_the_order_in_which_the_other_rank_receives():
     """NCCL matches what two ranks exchange by one order for both directions; gloo does not."""
     first, second = run_ranks(_order, 2)
-    assert [{"send": "receive", "receive": "send"}[name] for name in first] == second
-    assert {"send", "receive"} == set(first)
+    assert [{"isend": "recv", "recv": "isend"}[name] for name in first] == second
+    assert {"isend", "recv"} == set(first)
 
 
-def _torn_evaluation(rank, world):
+@on_ranks(2, timeout_s=30)
+def test_ranks_that_evaluate_different_micro_batches_all_say_so(rank, world):
     state, batches = _state("zbv"), _batches(5)
     for other in ([*batches[:3], *_batches(1, places=5), *batches[3:]], batches[:4]):
         with pytest.raises(ValueError, match="ranks of a pipeline got different micro-ba"):
             fk.evaluate(state, iter(other if rank else batches), logits_loss)
     found = fk.evaluate(state, batches, logits_loss)
     torch.testing.assert_close(found["loss"], _expected(batches)[1], rtol=1e-12, atol=0)
-
-
-def test_ranks_that_evaluate_different_micro_batches_all_say_so():
-    run_ranks(_torn_evaluation, 2, timeout_s=30)
 
 
 class _Trip(Exception):
@@ -218,10 +196,11 @@ class _Tripping(torch.autograd.Function):
         raise _Trip
 
 
-class _Trips:
-    """A loss function, and micro-batches, that fail on one rank at the ``at``-th call."""
+class _Trips(list):
+    """Micro-batches, and a loss function, that fail on one rank at the ``at``-th call."""
 
-    def __init__(self, state, where, at):
+    def __init__(self, batches, state, where, at):
+        super().__init__(batches)
         self.where, self.at, self.calls = where, at, 0
         block = next(m for m in state.layout.stages.modules[-1].layers if isinstance(m, Block))
         block.register_forward_pre_hook(partial(self.count, "in a block"))
@@ -243,18 +222,9 @@ class _Trips:
         self.count("after the call")
         return loss
 
-    def batches(self, batches):
-        return _Pulled(self, batches)
-
-
-class _Pulled(list):
-    def __init__(self, trips, batches):
-        super().__init__(batches)
-        self.trips = trips
-
     def __iter__(self):
         for batch in super().__iter__():
-            self.trips.count("in the data")
+            self.count("in the data")
             yield batch
 
 
@@ -264,15 +234,9 @@ class _Short(list):
 
 
 TORN = {
-    r"micro-batch 2 has shape \(2, 5\), the first one of": lambda batches: [
-        *batches[:2],
-        *_batches(2, places=5),
-    ],
-    "a micro-batch must be .*; got a dict without": lambda batches: [
-        *batches[:3],
-        dict(batches[3]),
-    ],
-    r"batches has len\(\) 4 but yielded only 3": lambda batches: _Short(batches[:3]),
+    r"micro-batch 2 has shape \(2, 5\), the first one": lambda b: b[:2] + _batches(2, places=5),
+    "a micro-batch must be .*; got a dict without": lambda b: [*b[:3], dict(b[3])],
+    r"batches has len\(\) 4 but yielded only 3": lambda b: _Short(b[:3]),
 }
 
 
@@ -289,8 +253,8 @@ def _tripped(rank, world, schedule, where, at, wrong, act, path):
     """The rank that raises ends; what the others wait for does not come."""
     state, batches = _state(schedule, dp_shard=world // 2), _batches(4)
     fk.accumulate(state, batches, logits_loss)  # no rehearsal
-    trips = _Trips(state, where if rank == wrong else "", at)
-    given = TORN[where](batches) if where in TORN and rank == wrong else trips.batches(batches)
+    trips = _Trips(batches, state, where if rank == wrong else "", at)
+    given = TORN[where](batches) if where in TORN and rank == wrong else trips
     refused = (ValueError, TypeError) if where in TORN else (_Trip, KeyboardInterrupt)
     with pytest.raises(refused if rank == wrong else RuntimeError) as raised:
         act(state, given, trips.loss)
@@ -306,8 +270,7 @@ def _tripped(rank, world, schedule, where, at, wrong, act, path):
 
 
 @pytest.mark.parametrize(
-    ("world", "schedule", "where", "at", "wrong", "act"),
-    first_of(BROKEN[:-3], BROKEN),
+    ("world", "schedule", "where", "at", "wrong", "act"), first_of(BROKEN[:-3], BROKEN)
 )
 def test_an_exception_in_a_stage_ends_its_rank_and_a_process_that_goes_on_is_refused(
     tmp_path, world, schedule, where, at, wrong, act
@@ -319,15 +282,11 @@ def test_an_exception_in_a_stage_ends_its_rank_and_a_process_that_goes_on_is_ref
     assert re.search(where if where in TORN else "raise (_Trip|Keyb)", path.read_text())
 
 
-class _Turn(nn.Module):
+class _Turn(nn.Linear):
     """Neither its output nor the gradient of its input is contiguous."""
 
-    def __init__(self, width):
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
     def forward(self, x):
-        return self.linear(x.mT.cumsum(-1).mT).tanh().mT.contiguous().mT
+        return super().forward(x.mT.cumsum(-1).mT).tanh().mT.contiguous().mT
 
 
 class _Foreign(nn.Module):
@@ -336,14 +295,13 @@ class _Foreign(nn.Module):
     def __init__(self):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        self.net = nn.Module()
-        self.net.stem = nn.Embedding(SPEC.vocab_size, 6)
-        self.net.body = nn.ModuleList(_Turn(6) for _ in range(4))
+        body = nn.ModuleList(_Turn(6, 6) for _ in range(4))
+        self.net = nn.ModuleDict({"stem": nn.Embedding(SPEC.vocab_size, 6), "body": body})
         self.top = nn.Linear(6, SPEC.vocab_size)
         for parameter in self.parameters():
             nn.init.normal_(parameter, generator=generator)
-        for part in (self.net.stem, self.net.body[0]):
-            part.requires_grad_(False)
+        self.net.stem.requires_grad_(False)
+        body[0].requires_grad_(False)
 
     def forward(self, input_ids):
         x = self.net.stem(input_ids)
@@ -362,29 +320,24 @@ def _autocast_loss(model, batch):
         return _foreign_loss(model, batch)
 
 
-def _check_foreign(rank, world, schedule, loss_fn, dtype):
+@pytest.mark.parametrize(
+    ("schedule", "loss_fn", "dtype"),
+    [("zbv", _foreign_loss, torch.float64), ("1f1b", _autocast_loss, torch.float32)],
+)
+@on_ranks(2, keep=True)
+def test_a_foreign_model_with_frozen_blocks_autocast_and_dropout(
+    rank, world, schedule, loss_fn, dtype
+):
     model, batches = _Foreign().to(dtype), _batches(4)
-    losses = [loss_fn(model, batch) for batch in batches]
-    targets = sum(int(loss.count) for loss in losses)
-    sum(loss.sum for loss in losses).backward()
-    named = dict(model.named_parameters())
-    expected = {n: p.grad.double() / targets for n, p in named.items() if p.requires_grad}
+    plain_backward(model, batches, loss_fn)
+    expected = {n: p.grad.double() for n, p in model.named_parameters() if p.requires_grad}
     model = _Foreign().to(dtype)
     state = lay_out(model, {"pp": world}, pipeline_schedule=schedule, blocks="net.body")
     found = mean_gradients(state, batches, loss_fn)
-    trained = {n: p for n, p in state.model.named_parameters() if p.requires_grad}
-    assert found.keys() == trained.keys()
+    assert found.keys() == {n for n, p in state.model.named_parameters() if p.requires_grad}
     # Under autocast far below what bfloat16 rounds away.
     bound = 1e-10 if dtype == torch.float64 else 1e-6
     assert relative_error(found, {n: expected[n] for n in found}) < bound
     short = _batches(4, places=5)  # the rehearsal draws numbers of its own
     draws = [mean_gradients(state, short, loss_fn) for _ in range(2)]
     assert relative_error(*draws) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("schedule", "loss_fn", "dtype"),
-    [("zbv", _foreign_loss, torch.float64), ("1f1b", _autocast_loss, torch.float32)],
-)
-def test_a_foreign_model_with_frozen_blocks_autocast_and_dropout(schedule, loss_fn, dtype):
-    run_again(_check_foreign, 2, schedule, loss_fn, dtype)

@@ -5,12 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 from covering import first_of
-from lab import alone, full, full_tensors, is_kept, lay_out, mean_gradients, relative_error, vectors
-from pool import run_again, run_ranks
+from lab import (
+    alone,
+    full,
+    full_tensors,
+    is_kept,
+    lay_out,
+    mean_gradients,
+    relative_error,
+    vectors,
+    vectors_loss,
+)
+from pool import on_ranks, run_again
 from torch import nn
 
 import forgekit as fk
 from forgekit.steps.audit.agreement import UnreducedError
+from forgekit.tensors import local
 
 WIDTH, CLASSES = 6, 5
 REPLICAS = {"dp_replicate": 2, "dp_shard": 1}
@@ -43,31 +54,23 @@ class _Model(nn.Module):
         return self.head(x)
 
 
-def _loss(model, batch):
-    return fk.cross_entropy(model(batch["x"]), batch["labels"])
-
-
 def _with_square(weight):
     """An L2 term of one weight, read as ``weight(model)`` after the model was called."""
 
     def loss_fn(model, batch):
-        loss = _loss(model, batch)
+        loss = vectors_loss(model, batch)
         return loss.with_mean(weight(model).square().sum(), 0.1)
 
     return loss_fn
 
 
-def _local(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def _read_before(model, batch):
     term = full(model.head.weight).square().sum()
-    return _loss(model, batch).with_mean(term, 0.1)
+    return vectors_loss(model, batch).with_mean(term, 0.1)
 
 
 def _all_squares(model, batch):
-    loss = _loss(model, batch)
+    loss = vectors_loss(model, batch)
     return loss.with_mean(sum(p.square().sum() for p in model.parameters()), 0.1)
 
 
@@ -77,12 +80,12 @@ def _module_inside(model, batch):
 
 
 def _head_again(model, batch):
-    loss = _loss(model, batch)
+    loss = vectors_loss(model, batch)
     return loss + fk.cross_entropy(model.head(batch["x"]), batch["labels"])
 
 
 READ = {
-    "shard": _with_square(lambda model: _local(model.layers[0].linear.weight)),
+    "shard": _with_square(lambda model: local(model.layers[0].linear.weight)),
     "before": _read_before,
     "head after": _with_square(lambda model: full(model.head.weight)),
     "head again": _head_again,
@@ -118,7 +121,10 @@ def test_what_ranks_hold_whole_may_be_read(name, sizes, world):
         assert relative_error(found, expected) < 1e-12
 
 
-def _refused(rank, world, name, sizes):
+@pytest.mark.parametrize(("name", "sizes"), [("shard", REPLICAS), ("before", {})])
+@on_ranks(2, keep=True)
+def test_a_shard_that_a_loss_reads_is_refused(rank, world, name, sizes):
+    """Its gradient would be that of one rank's rows."""
     state = _state(sizes)
     step = fk.make_step(READ[name], schedule=fk.constant(0.1))
     before = full_tensors(state.model)
@@ -127,12 +133,6 @@ def _refused(rank, world, name, sizes):
         step(state, vectors(rank))
     assert is_kept(state.model, before)
     fk.make_step(READ[name], schedule=fk.constant(0.1), audit=False)(state, vectors(rank))
-
-
-@pytest.mark.parametrize(("name", "sizes"), [("shard", REPLICAS), ("before", {})])
-def test_a_shard_that_a_loss_reads_is_refused(name, sizes):
-    """Its gradient would be that of one rank's rows."""
-    run_again(_refused, 2, name, sizes)
 
 
 def _slope(model, batch):
@@ -147,17 +147,9 @@ OUTSIDE = "computes with sharded parameters outside the model's forward.* weight
 MIXED = {
     "all squares": (_all_squares, OUTSIDE),
     "module inside": (_module_inside, OUTSIDE),
-    "kept": (_loss, r"FSDP has freed\. Either FSDP saw"),
+    "kept": (vectors_loss, r"FSDP has freed\. Either FSDP saw"),
     "slope": (_slope, "FSDP has freed.* loss_fn differentiates through the"),
 }
-
-
-def _mixed(rank, world, name, sizes, options):
-    state, (loss_fn, message) = _state(sizes, name, **options), MIXED[name]
-    with pytest.raises(ValueError, match=message):
-        fk.accumulate(state, vectors(rank), loss_fn)
-    assert all(p.grad is None for p in state.model.parameters())
-    return True
 
 
 @pytest.mark.parametrize(
@@ -170,26 +162,11 @@ def _mixed(rank, world, name, sizes, options):
         ("slope", {}, {"reshard_after_forward": False}),
     ],
 )
+@on_ranks(2)
 def test_shards_that_meet_plain_tensors_and_blocks_that_fsdp_cannot_follow_are_named(
-    name, sizes, options
+    rank, world, name, sizes, options
 ):
-    assert run_ranks(_mixed, 2, name, sizes, options) == [True, True]
-
-
-def _skips_the_first(rank, world):
-    state = _state({})
-    batches = vectors(rank)
-
-    def loss_fn(model, batch):
-        if batch is batches[0] or torch.equal(batch["x"], batches[0]["x"]):
-            return fk.Loss(torch.zeros((), dtype=torch.float64, requires_grad=True) * 1, 0)
-        return _loss(model, batch)
-
-    return mean_gradients(state, batches, loss_fn)
-
-
-def test_a_loss_may_skip_the_model_in_the_first_micro_batch():
-    rows = [vectors(rank)[1] for rank in range(2)]
-    expected = mean_gradients(alone(_Model().double()), rows, _loss)
-    for found in run_again(_skips_the_first, 2):
-        assert relative_error(found, expected) < 1e-12
+    state, (loss_fn, message) = _state(sizes, name, **options), MIXED[name]
+    with pytest.raises(ValueError, match=message):
+        fk.accumulate(state, vectors(rank), loss_fn)
+    assert all(p.grad is None for p in state.model.parameters())

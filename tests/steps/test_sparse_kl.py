@@ -10,11 +10,9 @@ import pytest
 import torch
 from lab import SPEC, Watch, alone, global_batch, lay_out, mean_gradients
 from pool import run_again
-from steps.projections import HIDDEN, MASKED, PLACES, ROWS, VOCAB, WEIGHT, draw
+from steps.projections import HIDDEN, MASKED, PLACES, ROWS, VOCAB, WEIGHT, assert_alike, draw, share
 from tensordict import TensorDict
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import forgekit as fk
 from forgekit.steps import log_probs as log_probs_file
@@ -39,10 +37,10 @@ def wanted(k: int, temperature: float, *, reverse: bool) -> list[Tensor]:
         teacher = (TEACHER[row, place] / temperature).softmax(-1)
         chosen = teacher.topk(k).indices.tolist()
         others = [token for token in range(VOCAB) if token not in chosen]
-        p = torch.cat([teacher[chosen], teacher[others].sum()[None]])[: min(k + 1, VOCAB)]
-        q = torch.cat([student[row, place][chosen], student[row, place][others].sum()[None]])[
-            : len(p)
-        ]
+        p, q = (
+            torch.cat([each[chosen], each[others].sum()[None]])[: min(k + 1, VOCAB)]
+            for each in (teacher, student[row, place])
+        )
         first, second = (q, p) if reverse else (p, q)
         total = total + (first * (first / second).log()).sum()
     return [total.detach(), *torch.autograd.grad(total, [hidden, weight])]
@@ -75,24 +73,15 @@ def test_values_and_gradients_are_those_over_all_logits(
         torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-12)
 
 
-def _sharded(rank: int, world: int, k: int, reverse: bool) -> list[Tensor]:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    weight = distribute_tensor(WEIGHT, mesh, [Shard(0)], src_data_rank=None)
-    weight = weight.detach().requires_grad_()
-    here = computed(weight, k, 0.7, reverse=reverse)
+def _shared(rank: int, world: int, k: int, reverse: bool) -> list[Tensor]:
+    here = computed(share(WEIGHT), k, 0.7, reverse=reverse)
     return [*here[:-1], here[-1].full_tensor()]
 
 
 @pytest.mark.parametrize(("world", "k"), [(2, 3), (4, VOCAB)])
 @pytest.mark.parametrize("reverse", [False, True])
 def test_ranks_that_share_the_vocabulary_find_the_same(world, k, reverse):
-    everyone = run_again(_sharded, world, k, reverse)
-    for here in everyone:
-        for mine, first, expected in zip(
-            here, everyone[0], wanted(k, 0.7, reverse=reverse), strict=True
-        ):
-            assert torch.equal(mine, first)
-            torch.testing.assert_close(mine, expected, rtol=1e-12, atol=1e-12)
+    assert_alike(run_again(_shared, world, k, reverse), wanted(k, 0.7, reverse=reverse))
 
 
 EVEN = attrs.evolve(SPEC, vocab_size=38, unpadded_vocab_size=35)
@@ -119,13 +108,12 @@ def _distil(model, batch) -> fk.Loss:
 
 def _distil_by_logits(model, batch) -> fk.Loss:
     """The same by the definition, position by position."""
-    ids, log_probs = batch["teacher"]["ids"], batch["teacher"]["log_probs"]
-    q = model(batch["input_ids"]).softmax(-1)
     is_target = batch["labels"] != -100
-    ids, p, q = ids[is_target], log_probs[is_target].exp(), q[is_target]
-    at_ids = q.gather(-1, ids)
-    p = torch.cat([p, 1 - p.sum(-1, keepdim=True)], -1)
-    q = torch.cat([at_ids, 1 - at_ids.sum(-1, keepdim=True)], -1)
+    teacher, student = batch["teacher"][is_target], model(batch["input_ids"])[is_target].softmax(-1)
+    p, q = (
+        torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1)
+        for each in (teacher["log_probs"].exp(), student.gather(-1, teacher["ids"]))
+    )
     return fk.Loss((p * (p / q).log()).sum(), is_target.sum())
 
 
@@ -175,26 +163,16 @@ BAD = {
     "twice": ({"ids": torch.tensor([[[3, 3]]])}, "a token twice"),
     "above one": ({"log_probs": torch.tensor([[[-0.1, -1.0]]])}, "sum above 1"),
     "k differs": ({"ids": torch.tensor([[[0]]])}, r"shape \(1, 1, 1\) and log_probs \(1, 1, 2\)"),
-    "mask": (
-        {"mask": torch.ones(1, dtype=torch.bool)},
-        r"mask has shape \(1,\); it must be \(1, 1\)",
-    ),
-    "temperature": (
-        {"temperature": 0.0},
-        "temperature is 0.0; it must be finite and at least 1e-30",
-    ),
+    "mask": ({"mask": torch.ones(1).bool()}, r"mask has shape \(1,\); it must be \(1, 1\)"),
+    "temperature": ({"temperature": 0.0}, "is 0.0; it must be finite and at least 1e-30"),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_what_is_no_distribution_is_refused(case):
     options, message = BAD[case]
-    arguments = {
-        "ids": torch.tensor([[[0, 1]]]),
-        "log_probs": torch.tensor([[[-1.0, -1.0]]]),
-        **options,
-    }
-    hidden = HIDDEN[:1, :1]
+    good = {"ids": torch.tensor([[[0, 1]]]), "log_probs": torch.tensor([[[-1.0, -1.0]]])}
+    hidden, arguments = HIDDEN[:1, :1], good | options
     with pytest.raises(ValueError, match=message):
         fk.sparse_kl(hidden, WEIGHT, **arguments)
     masked = torch.zeros(1, 1, dtype=torch.bool)

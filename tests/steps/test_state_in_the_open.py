@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import attrs
 import pytest
-import torch
 from covering import first_of
-from distributed.experts import Routed
 from distributed.models import logits_loss
-from lab import SPEC, lay_out
+from lab import SPEC, lay_out, token_rows
 from pool import run_again
+from saved import assert_same, everything
 from tensordict import TensorDict
 from torch import Tensor
 
 import forgekit as fk
-from forgekit.tensors import local
 
 WIDE = attrs.evolve(SPEC, vocab_size=40, dim=48, dropout=0.1)
 STEPS = 2
@@ -29,7 +26,7 @@ RUNS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "tp": ({"tp": 2, "dp_shard": 1}, {}),
     "ring": ({"cp": 2, "dp_shard": 1}, {}),
     "zbv": ({"pp": 2, "dp_shard": 1}, {"pipeline_schedule": "zbv"}),
-    "ep": ({"ep": 2}, {"plan": {"layers.*.feed_forward.experts": "expert"}}),
+    "ep": ({"ep": 2}, {}),
 }
 """Sizes of the mesh on two ranks, and options; every run has a model of its own."""
 
@@ -44,41 +41,22 @@ SIDE_BY_SIDE = [
 def _model(name: str, number: int) -> fk.Transformer:
     spec = WIDE if number else attrs.evolve(SPEC, vocab_size=40)
     layers = 4 if name == "zbv" else 2  # two stages on a rank
-    model = fk.Transformer(attrs.evolve(spec, layers=layers), seed=number)
-    if name == "ep":
-        for layer in model.layers:
-            layer.feed_forward = Routed(spec.dim, spec.ffn_dim)
-        fk.init_weights(model, seed=number)
-    return model
+    moe = fk.MoESpec(experts=4, top_k=2, ffn_dim=24, bias_rate=0.01) if name == "ep" else None
+    return fk.Transformer(attrs.evolve(spec, layers=layers, moe=moe), seed=number)
 
 
 def _state(name: str, number: int, world: int) -> fk.TrainState:
     sizes, options = RUNS[name]
-    if world == 1:
-        sizes, options = {}, {**options, "plan": None}
-    return attrs.evolve(lay_out(_model(name, number), sizes, **options), seed=number)
+    return attrs.evolve(
+        lay_out(_model(name, number), sizes if world > 1 else {}, **options), seed=number
+    )
 
 
 def _batches(step: int, rank: int) -> list[TensorDict]:
-    draw = partial(torch.randint, generator=torch.Generator().manual_seed(step * 8 + rank))
-    batches = []
-    for _ in range(2):
-        ids, documents = draw(0, 40, (2, 16)), draw(0, 3, (2, 16)).sort(1).values
-        labels = ids.roll(-1, 1).masked_fill(draw(0, 4, (2, 16)) == 0, -100)
-        items = {"input_ids": ids, "labels": labels, "doc_ids": documents}
-        batches.append(TensorDict(items, [2]))
+    batches = [token_rows(2, 16, 40, seed=8 * step + 2 * rank + n) for n in range(2)]
+    for batch in batches:
+        batch["doc_ids"] = (batch["labels"] % 3).clamp(min=0).sort(1).values
     return batches
-
-
-def _seen(state: fk.TrainState, metrics: Any) -> dict[str, Tensor]:
-    """Everything that a step leaves on this rank."""
-    values = {f"metric {name}": value.clone() for name, value in metrics.items()}
-    for name, parameter in state.model.named_parameters():
-        values[name] = local(parameter).detach().clone()
-        for key, moment in state.optimizer.state[parameter].items():
-            values[f"{name} {key}"] = local(moment).clone()
-    scalars = (state.targets, state.skipped, state.loss_scale, state.good_steps)
-    return values | {f"scalar {i}": value.clone() for i, value in enumerate(scalars)}
 
 
 def _train(rank: int, world: int, runs: list[tuple[str, int]]) -> list[dict[str, Tensor]]:
@@ -92,7 +70,8 @@ def _train(rank: int, world: int, runs: list[tuple[str, int]]) -> list[dict[str,
             mine = batches[fk.data_ranks(state.mesh)[0]]
             states[index], metrics = step(state, mine)
             metrics["evaluated"] = fk.evaluate(states[index], mine, logits_loss)["loss"]
-            seen[index] = _seen(states[index], metrics)
+            metrics = {f"metric {name}": value.clone() for name, value in metrics.items()}
+            seen[index] = metrics | everything(states[index])
     return seen
 
 
@@ -103,6 +82,4 @@ def test_runs_side_by_side_give_the_bits_of_each_alone(world, names):
     for index, run in enumerate(runs):
         for found, (alone,) in zip(together, run_again(_train, world, [run]), strict=True):
             assert all(value.isfinite().all() for value in found[index].values())
-            assert found[index].keys() == alone.keys()
-            different = [n for n in alone if not torch.equal(found[index][n], alone[n])]
-            assert not different
+            assert_same(found[index], alone)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import in_turn
+from covering import first_of, in_turn
 from lab import (
     SPEC,
     alone,
@@ -18,6 +19,7 @@ from lab import (
     logits_loss,
     mean_gradients,
     relative_error,
+    token_rows,
 )
 from pool import run_again, run_ranks
 from tensordict import TensorDict
@@ -29,15 +31,11 @@ ROWS, PLACES = 4, 16
 
 
 def _batch(seed=0):
+    batch = token_rows(ROWS, PLACES, SPEC.vocab_size, seed)
+    batch["labels"][0, :11] = -100
     generator = torch.Generator().manual_seed(seed)
-    draw = partial(torch.randint, generator=generator)
-    ids = draw(0, SPEC.vocab_size, (ROWS, PLACES + 1))
-    labels = ids[:, 1:].clone()
-    labels[draw(0, 10, labels.shape) < 3] = -100
-    labels[0, :11] = -100
     rewards = torch.randn(ROWS, generator=generator, dtype=torch.float64)
-    items = {"input_ids": ids[:, :-1], "labels": labels, "rewards": rewards - rewards.mean()}
-    return TensorDict(items, [ROWS])
+    return batch.update({"rewards": rewards - rewards.mean()})
 
 
 def _log_p(logits, labels):
@@ -53,8 +51,7 @@ def _policy(model, batch):
 
 
 def _without_labels(model, batch):
-    logits = model(batch["input_ids"])
-    return fk.Loss(logits.square().sum(), batch["input_ids"].numel())
+    return fk.Loss(model(batch["input_ids"]).square().sum(), batch["input_ids"].numel())
 
 
 ADDED = {"policy": _policy, "without labels": _without_labels}
@@ -81,30 +78,29 @@ def _state(sizes, dtype=torch.float64, **options):
     return lay_out(fk.Transformer(SPEC).to(dtype), sizes, **options)
 
 
-def _gradients(state, loss_fn, micros=1):
-    return mean_gradients(state, [_batch(seed) for seed in range(micros)], loss_fn)
+def _gradients(state, loss_fn):
+    return mean_gradients(state, [_batch(seed) for seed in range(2)], loss_fn)
 
 
-def _expected(loss_fn, micros=1):
-    return _gradients(alone(fk.Transformer(SPEC).double()), loss_fn, micros)
+def _expected(loss_fn):
+    return _gradients(alone(fk.Transformer(SPEC).double()), loss_fn)
 
 
-def _added(rank, world, name, sizes, micros, options):
-    return _gradients(_state(sizes, **options), ADDED[name], micros)
+def _added(rank, world, name, sizes, options):
+    return _gradients(_state(sizes, **options), ADDED[name])
 
 
-@pytest.mark.parametrize(("name", "method"), in_turn(list(ADDED), ["ring", "ulysses"]))
-def test_a_sum_over_positions_is_exact(name, method):
-    expected = _expected(ADDED[name])
-    for found in run_again(_added, 2, name, {"cp": 2}, 1, {"context_parallel": method}):
-        assert relative_error(found, expected) < 1e-10
+SOME = [
+    ("policy", {"cp": 2}, {"context_parallel": "ring"}),
+    ("without labels", {"cp": 2}, {"context_parallel": "ulysses"}),
+]
+BESIDE = [("policy", {"cp": 2, second: 2}, {}) for second in ("tp", "pp")]
 
 
-@pytest.mark.oracle
-@pytest.mark.parametrize("second", ["tp", "pp"])
-def test_a_sum_over_positions_is_exact_beside(second):
-    expected, found = _expected(_policy, 2), {}
-    for gradients in run_again(_added, 4, "policy", {"cp": 2, second: 2}, 2, {}):
+@pytest.mark.parametrize(("name", "sizes", "options"), first_of(SOME, SOME + BESIDE))
+def test_a_sum_over_positions_is_exact(name, sizes, options):
+    expected, found = _expected(ADDED[name]), {}
+    for gradients in run_again(_added, math.prod(sizes.values()), name, sizes, options):
         found |= gradients
     assert relative_error(found, expected) < 1e-10
 
@@ -148,8 +144,7 @@ def _teacher_loss(teacher, model, batch):
 
 
 def _build_teacher():
-    teacher = fk.Transformer(SPEC, seed=7).double()
-    return teacher.requires_grad_(requires_grad=False)
+    return fk.Transformer(SPEC, seed=7).double().requires_grad_(False)
 
 
 def _distilled(rank, world):

@@ -12,13 +12,13 @@ from pool import run_again
 import forgekit as fk
 
 LAYOUTS = {
+    "tp2": ({"tp": 2}, 2),
+    "pp2-fsdp2": ({"pp": 2}, 4),
     "fsdp2": ({}, 2),
     "hsdp": ({"dp_replicate": 2, "dp_shard": 1}, 2),
-    "tp2": ({"tp": 2}, 2),
     "cp2": ({"cp": 2}, 2),
     "pp2": ({"pp": 2}, 2),
     "tp2-fsdp2": ({"tp": 2}, 4),
-    "pp2-fsdp2": ({"pp": 2}, 4),
 }
 EVEN = attrs.evolve(SPEC, vocab_size=38)
 

@@ -15,7 +15,7 @@ from lab import (
     reference_gradients,
     relative_error,
 )
-from pool import run_ranks
+from pool import on_ranks
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -27,46 +27,36 @@ def _batches(rank, world, seed=0):
     return [row[rank] for row in global_batch(world, seed=seed)]
 
 
-def _wrapped_by_the_user(rank, world):
+@on_ranks(2)
+def test_a_model_that_the_user_wrapped_in_fsdp_sums_too(rank, world):
     mesh = fk.build_mesh(device="cpu")
     model = fully_shard(fk.Transformer(SPEC).double(), mesh=mesh["dp_shard"])
     state = fk.TrainState.create(model, fk.adamw(model), mesh=mesh)
-    return mean_gradients(state, _batches(rank, world), logits_loss)
-
-
-def test_a_model_that_the_user_wrapped_in_fsdp_sums_too():
-    expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(2))
-    for found in run_ranks(_wrapped_by_the_user, 2):
-        assert relative_error(found, expected) < 1e-10
+    expected, _ = reference_gradients(fk.Transformer(SPEC), global_batch(world))
+    found = mean_gradients(state, _batches(rank, world), logits_loss)
+    assert relative_error(found, expected) < 1e-10
 
 
 def test_the_first_step_of_fused_momentum_may_be_bad():
     """The buffer is made from unwritten memory, and a skip leaves it so."""
-    results = []
+    results, step = [], fk.make_step(logits_loss, schedule=fk.constant(0.1))
     for fused in (True, False):
         model = fk.Transformer(SPEC)
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9, fused=fused)
         state = fk.TrainState.create(model, optimizer)
-        bad = fk.make_step(
-            lambda m, b: fk.Loss(logits_loss(m, b).sum * float("nan"), 1),
-            schedule=fk.constant(0.1),
-        )
-        step = fk.make_step(logits_loss, schedule=fk.constant(0.1))
-        state, _ = bad(state, _batches(0, 1))
-        for _ in range(3):
-            state, _ = step(state, _batches(0, 1))
+        for kind in ("no_targets", "ragged", "ragged", "ragged"):
+            state, _ = step(state, [row[0] for row in global_batch(1, kind)])
         results.append(full_tensors(state.model))
     assert relative_error(*results) < 1e-6
 
 
-def _lost_metric(rank, world):
+@on_ranks(2, timeout_s=20)
+def test_a_metric_that_is_lost_on_one_rank_is_refused_on_all(rank, world):
     state = build_state({}, world)
 
     def loss_fn(model, batch):
         loss = logits_loss(model, batch)
-        if rank == 1 and state.step == 1:
-            return loss
-        return fk.Loss(loss.sum, loss.count, {"extra": (1.0, 1)})
+        return loss if rank == state.step == 1 else loss.with_metrics(extra=(1.0, 1))
 
     step = fk.make_step(loss_fn, schedule=fk.constant(0.1))
     state, _ = step(state, _batches(rank, world))
@@ -75,22 +65,15 @@ def _lost_metric(rank, world):
     with pytest.raises(ValueError if rank == 1 else RuntimeError, match=match) as raised:
         step(state, _batches(rank, world))
     assert rank == 1 or "the step failed on rank 1" in str(raised.value)
-    return is_kept(state.model, before)
+    assert is_kept(state.model, before)
 
 
-def test_a_metric_that_is_lost_on_one_rank_is_refused_on_all():
-    assert run_ranks(_lost_metric, 2, timeout_s=20) == [True, True]
-
-
-def _uneven_rows(rank, world):
+@on_ranks(2)
+def test_ranks_with_different_numbers_of_rows_are_refused(rank, world):
     state = build_state({}, world)
     batches = [batch[: 1 + rank] for batch in _batches(rank, world)]
     with pytest.raises(ValueError, match=r"rank 1 counts 12 samples in a step, rank 0 6"):
         fk.reduce_totals(fk.accumulate(state, batches, logits_loss), state)
-
-
-def test_ranks_with_different_numbers_of_rows_are_refused():
-    run_ranks(_uneven_rows, 2)
 
 
 class _Lying(list):
@@ -100,38 +83,25 @@ class _Lying(list):
         return self.length
 
 
-def _miscounted(rank, world, sync):
+@pytest.mark.parametrize("sync", ["last", "hsdp_last"])
+@on_ranks(2)
+def test_a_length_that_is_not_kept_changes_no_gradient(rank, world, sync):
     found = []
     for length in (2, 3, 4):
         state, batches = build_state({}, world), _Lying(_batches(rank, world))
         batches.length = length
         fk.accumulate(state, batches, logits_loss, sync=sync)
         found.append(full_tensors(state.model, gradients=True))
-    return max(relative_error(one, found[1]) for one in found)
-
-
-@pytest.mark.parametrize("sync", ["last", "hsdp_last"])
-def test_a_length_that_is_not_kept_changes_no_gradient(sync):
-    assert max(run_ranks(_miscounted, 2, sync)) < 1e-6
+    assert max(relative_error(one, found[1]) for one in found) < 1e-6
 
 
 def test_counting_ahead_keeps_what_padding_counts():
-    padded = fk.groups(fk.make_loader(_Rows(), batch_size=2, epochs=1), 2)
-    state = build_state({}, 1)
-    samples = []
-    for group in padded:
+    rows = [TensorDict(dict.fromkeys(("input_ids", "labels"), torch.arange(4)), [])] * 5
+    state, samples = build_state({}, 1), []
+    for group in fk.groups(fk.make_loader(rows, batch_size=2, epochs=1), 2):
         batches, _ = fk.count_ahead(state, group, {"rows": len})
         samples.append(fk.accumulate(state, batches, logits_loss).samples)
     assert samples == [4, 1]
-
-
-class _Rows:
-    def __len__(self):
-        return 5
-
-    def __getitem__(self, row):
-        ids = torch.arange(4) + row
-        return TensorDict({"input_ids": ids, "labels": ids}, [])
 
 
 def test_sixteen_bit_parameters_keep_a_factor_near_one():
@@ -141,8 +111,7 @@ def test_sixteen_bit_parameters_keep_a_factor_near_one():
     model.weight.grad = gradient.clone()
     before = model.weight.detach().clone()
     totals = fk.Totals.of(targets=1.0, loss=1.0, grad_sq=0.0, loss_scale=1.0)
-    factor = torch.tensor(0.999, dtype=torch.float64)
-    correction = fk.Correction(factor, factor, torch.tensor(True))
+    correction = fk.clip(totals)._replace(factor=torch.tensor(0.999, dtype=torch.float64))
     fk.update(state, correction, lr=0.0, totals=totals)
     assert torch.equal(model.weight.grad, (gradient.float() * 0.999).bfloat16())
     assert torch.equal(model.weight, before)
