@@ -47,22 +47,6 @@ def rows(seed: int = 0, length: int = 24) -> TensorDict:
     return TensorDict({key: value[:, :length] for key, value in whole.items()}, [4])
 
 
-def alone(batch: TensorDict) -> TensorDict:
-    """The same pairs, one in each row, behind it padding: what packing saves."""
-    found: list[dict[str, Tensor]] = []
-    for row in batch:
-        for pair in range(int(row["doc_ids"].max()) // 2 + 1):
-            is_in = row["doc_ids"] // 2 == pair
-            count, room = int(is_in.sum()), len(is_in)
-            fill = {"input_ids": 7, "labels": -100, "doc_ids": -1, "position_ids": 0}
-            padded = {key: torch.full((room,), value) for key, value in fill.items()}
-            for key in fill:
-                padded[key][:count] = row[key][is_in]
-            padded["doc_ids"][:count] -= 2 * pair
-            found.append(padded)
-    return TensorDict({key: torch.stack([row[key] for row in found]) for key in fill}, [len(found)])
-
-
 def pairs_of(batch: TensorDict, model: Callable[[Tensor], Any]) -> list[list[tuple[Tensor, int]]]:
     """Of each pair with labels the log-probability and scored tokens of both answers."""
     found = []

@@ -69,7 +69,7 @@ def write_inputs(folder: Path) -> dict:
     """Save both models, and the pairs as trl takes them: chosen answers, then rejected ones."""
     sys.path.insert(0, str(Path(__file__).parents[1]))
     import attrs
-    from steps.preferences import SPEC, alone, rows
+    from steps.preferences import SPEC, rows
 
     import forgekit as fk
 
@@ -77,9 +77,10 @@ def write_inputs(folder: Path) -> dict:
     for name, seed in (("policy", 1), ("reference", 2)):
         fk.save_huggingface(fk.Transformer(spec, seed=seed), folder / name)
     found = {"input_ids": [], "attention_mask": [], "completion_mask": []}
-    for turn in (0, 1):
-        for row in alone(rows()):
-            is_in = row["doc_ids"] == turn
+    documents = [(row, document) for row in rows() for document in range(4)]
+    for row, document in documents[::2] + documents[1::2]:
+        is_in = row["doc_ids"] == document
+        if is_in.any():
             ids, labels = row["input_ids"][is_in].tolist(), row["labels"][is_in].tolist()
             padding = [0] * (24 - len(ids))
             found["input_ids"].append(ids + padding)
