@@ -195,7 +195,8 @@ GIVEN = {
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_a_rate_that_the_schedule_never_has_is_refused_before_anything_moves(name):
-    state, schedule = alone(nn.Linear(2, 2), GIVEN[name]), fk.warmup_cosine(3e-4, 3, total=9)
+    state = alone(nn.Linear(2, 2), GIVEN[name])
+    schedule = fk.warmup_cosine(3e-4, warmup=3, total=9)
     before = state.model.weight.detach().clone()
     with pytest.raises(ValueError, match=r"was given lr=0\.01, .* never has .*begins with 0\.0001"):
         one_step(state, schedule)
