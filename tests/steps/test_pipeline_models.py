@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections import namedtuple
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -101,8 +101,15 @@ def loss_fn(model, batch):
 # What crosses: the stream, in any container
 
 
-Pair = namedtuple("Pair", "x first")
-Out = dataclasses.make_dataclass("Out", ("pair", "is_first"))
+class Pair(NamedTuple):
+    x: torch.Tensor
+    first: list
+
+
+@dataclasses.dataclass
+class Out:
+    pair: dict
+    is_first: bool
 
 
 def _pack(x, first):
