@@ -2,7 +2,9 @@
 
 A micro-batch is a TensorDict, ``batch_size=[b]``, of ``input_ids`` and ``labels``, ``[b s]``
 integers, and where they apply ``position_ids`` and ``doc_ids``, ``[b s]``, and ``source``, ``[b]``.
-``labels[t]`` is the token that follows ``input_ids[t]``; -100 carries no loss.
+``labels[t]`` is the token that follows ``input_ids[t]``; -100 carries no loss. With a teacher's
+rows, ``teacher_ids`` and ``teacher_log_probs`` ``[b s k]`` are its k most likely tokens in place of
+``labels[t]``, and their logarithms; an id of -100 leaves the position out.
 
 A sequence is shared by context-parallel ranks. A causal query attends to all positions before it,
 so a rank with the last positions would compute far more than one with the first. *Zigzag* balances
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 import torch
@@ -31,8 +34,12 @@ IGNORED = -100
 PADDING = -1
 """The document id of a position that belongs to no document."""
 
+# A teacher's rows, [b s k].
+TEACHER = ("teacher_ids", "teacher_log_probs")
+
 POSITIONS = frozenset(
     {
+        *TEACHER,
         *("input_ids", "labels", "position_ids", "doc_ids", "targets", "loss_mask", "replay"),
         *("log_probs", "old_log_probs", "reference", "advantages", "rewards", "versions"),
         *("lengths", "empty", "logits", "hidden"),
@@ -40,7 +47,8 @@ POSITIONS = frozenset(
 )
 """Names of tensors ``[b s ...]`` whose positions ranks share under context parallelism."""
 
-_FILL = {"labels": IGNORED, "doc_ids": PADDING}
+FILL = MappingProxyType({"labels": IGNORED, "doc_ids": PADDING, "teacher_ids": IGNORED})
+"""Padding values other than 0."""
 
 
 def check_batch(batch: TensorDict) -> None:
@@ -124,7 +132,8 @@ def mask_batch(batch: TensorDict) -> TensorDict:
         batch: Any micro-batch with ``labels``.
 
     Returns:
-        A new TensorDict with labels of -100 and, if it has them, document ids of -1.
+        A new TensorDict with labels of -100 and, if it has them, document ids of -1 and a teacher's
+        ids of -100.
 
     Examples:
         >>> batch = TensorDict({"labels": torch.tensor([[6, 7]])}, batch_size=[1])
@@ -138,9 +147,8 @@ def mask_rows(batch: TensorDict, keep: int) -> TensorDict:
     """Copy a micro-batch with all labels masked but those of its first ``keep`` rows."""
     _check_signed(batch)
     masked = batch.clone()
-    masked["labels"][keep:] = IGNORED
-    if "doc_ids" in masked:
-        masked["doc_ids"][keep:] = PADDING
+    for key in FILL.keys() & masked.keys():
+        masked[key][keep:] = FILL[key]
     return masked
 
 
@@ -183,8 +191,8 @@ def pad_positions(
     parallelism can shard.
 
     Args:
-        batch: A row or a micro-batch with ``input_ids`` ``[... s]``; tensors of this shape are
-            padded.
+        batch: A row or a micro-batch with ``input_ids`` ``[... s]``; padded are tensors of this
+            shape and ``[... s k]`` ones under the names of ``POSITIONS``.
         positions: The new ``s``; None for that of the rows.
         multiple: The new ``s`` is rounded up to a multiple of it.
         token: The id on padding.
@@ -209,8 +217,10 @@ def pad_positions(
         )
     padded: dict[str, Any] = dict(batch.items())
     for key, tensor in padded.items():
-        if tensor.shape == shape:
-            padded[key] = F.pad(tensor, (0, length - shape[-1]), value=_FILL.get(key, 0))
+        inner = tensor.ndim - len(shape)
+        if tensor.shape[: len(shape)] == shape and (not inner or key in POSITIONS):
+            room = (*(0, 0) * inner, 0, length - shape[-1])
+            padded[key] = F.pad(tensor, room, value=FILL.get(key, 0))
     padded["input_ids"][..., shape[-1] :] = token
     return TensorDict(padded, batch.batch_size)
 

@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeAlias, cast, get_args
 
 import attrs
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike, DTypeLike, NDArray
 
 from forgekit.checks import check_choice, path_of, quoted
+from forgekit.data.batch import IGNORED, TEACHER
 from forgekit.environment import require
 from forgekit.hashing import digest, hash_integers
 
-Content: TypeAlias = "str | NDArray[np.int64]"
+Content: TypeAlias = "str | NDArray[Any]"
 Errors: TypeAlias = Literal["raise", "skip"]
 
 HASHED = 1000
@@ -45,7 +46,8 @@ class Record:
 
     Attributes:
         name: Where it was found, for error messages: a file, a line, a row.
-        content: Its text, or its token ids, ``[s]`` int64; None if it is broken.
+        content: Its text, or its token ids, ``[s]`` int64 or as ``check_document`` returns them
+            with a teacher's rows; None if it is broken.
         after: The position after it; a JSON value that only its source interprets.
         problem: Why it could not be read. Only sources with ``errors="skip"`` yield such records.
     """
@@ -303,7 +305,7 @@ def _chain(examples: Any) -> Iterator[str]:
             yield from _chain(each)
 
 
-Located: TypeAlias = "tuple[str, Callable[[], str], Any]"
+Located: TypeAlias = "tuple[str, Callable[[], Content], Any]"
 """A document's name, what reads its text, and the position after it."""
 
 
@@ -321,7 +323,7 @@ def read_texts(located: Iterable[Located], errors: Errors) -> Iterator[Record]:
             if errors == "raise":
                 raise
             text, problem = None, str(error)
-        if problem or (text and not text.isspace()):
+        if problem or not isinstance(text, str) or (text and not text.isspace()):
             yield Record(name, text, after, problem)
 
 
@@ -357,6 +359,69 @@ def check_ids(name: str, document: ArrayLike, vocab_size: int = 2**32) -> NDArra
             f"range(vocab_size={vocab_size})."
         )
     return ids
+
+
+def check_document(
+    name: str, document: Any, vocab_size: int = 2**31, *, k: int | None = None
+) -> NDArray[Any]:
+    """Return a document's token ids and, where it has them, a teacher's rows.
+
+    Args:
+        name: Names the document in errors.
+        document: As for ``check_ids``; or a mapping, or what this function returned, of
+            ``input_ids`` ``[s]`` and the teacher's rows of the token after each, ``teacher_ids``
+            and ``teacher_log_probs`` ``[s k]``: natural logarithms, as for ``sparse_kl``.
+        vocab_size: Every id must be below it.
+        k: Tokens of a row, which must be as many; 0: there must be no rows.
+
+    Returns:
+        ``[s]`` integers, or ``[s]`` of ``taught_type``.
+
+    Raises:
+        ValueError: If it is something else, an id is out of range or twice in a row, or the
+            probabilities of a row sum above 1.
+    """
+    rows = cast(Any, document if isinstance(document, Mapping) else np.asarray(document))
+    names = rows if isinstance(document, Mapping) else rows.dtype.names or ()
+    ids = check_ids(name, rows["input_ids"] if names else rows, vocab_size)
+    if not names and not k:
+        return ids
+    try:
+        tokens, log_probs = (np.asarray(rows[key]) for key in TEACHER if key in names)
+        shape = len(ids), tokens.shape[1] if k is None else k
+        if not (tokens.dtype.kind in "iu" and tokens.shape == log_probs.shape == shape and k != 0):
+            raise ValueError(f"they are {tokens.dtype} {tokens.shape} and {log_probs.shape}")
+    except (IndexError, ValueError) as error:  # one is missing, or its rows differ in length
+        shape = [len(ids), "k" if k is None else k]
+        raise ValueError(f"{name}: {' and '.join(TEACHER)} must be {shape}: {error}.") from None
+    ranked = np.sort(tokens)
+    total = np.logaddexp.reduce(log_probs.astype(np.float64), -1, keepdims=True)
+    checks = {
+        f"ids outside the vocabulary of {vocab_size}": (tokens >= 0) & (tokens < vocab_size),
+        "a token twice": ranked[:, 1:] != ranked[:, :-1],
+        "probabilities that sum above 1": total <= 1e-4,
+    }
+    for problem, is_right in checks.items():
+        if (is_wrong := ~is_right.all(-1) & (tokens[:, 0] != IGNORED)).any():
+            raise ValueError(f"{name} has {problem} in the teacher's row {is_wrong.argmax()}.")
+    taught = np.empty(len(ids), taught_type(shape[1]))
+    taught["input_ids"], taught[TEACHER[0]], taught[TEACHER[1]] = ids, tokens, log_probs
+    return taught
+
+
+def taught_type(k: int, ids: DTypeLike = "<u4") -> np.dtype[Any]:
+    """Type of a token id with a teacher's row of k tokens."""
+    return np.dtype([("input_ids", ids), (TEACHER[0], "<i4", (k,)), (TEACHER[1], "<f4", (k,))])
+
+
+def taught_k(rows: NDArray[Any]) -> int:
+    """Number of a teacher's tokens at each position of a document; 0 without its rows."""
+    return rows.dtype[TEACHER[0]].shape[0] if rows.dtype.names else 0
+
+
+def tokens_of(rows: NDArray[Any]) -> NDArray[Any]:
+    """Token ids ``[s]``, without a teacher's rows."""
+    return rows["input_ids"] if rows.dtype.names else rows
 
 
 def check_column(data: str, key: str, names: Iterable[str]) -> None:

@@ -30,7 +30,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forgekit.checks import check_integers, path_of
-from forgekit.data.documents import BROKEN_NAMED, Documents, as_documents
+from forgekit.data.documents import (
+    BROKEN_NAMED,
+    Documents,
+    as_documents,
+    check_document,
+    taught_k,
+    tokens_of,
+)
 from forgekit.data.read_ahead import compute_ahead
 from forgekit.data.text_files import Paths, stdlib_documents, text_documents
 from forgekit.data.token_files import (
@@ -58,8 +65,8 @@ from forgekit.files import atomic_directory, write_atomic
 from forgekit.hashing import digest, hash_integers
 from forgekit.terminal import printable
 
-Labelled: TypeAlias = "list[tuple[bool, str]]"
-"""Texts, and whether each is held out."""
+Labelled: TypeAlias = "list[tuple[bool, Any]]"
+"""Texts, or token ids, and whether each is held out."""
 
 PARTS = "parts"
 
@@ -120,7 +127,9 @@ def prepare(
         source: ``"stdlib"`` for the sources of Python's standard library; files and folders as for
             ``text_documents``; documents, such as ``text_documents`` with options or
             ``huggingface_documents`` returns; or a list of pairs of a name and a text, such as a
-            comprehension over documents that leaves some out.
+            comprehension over documents that leaves some out. Documents of token ids, such as
+            ``text_documents(paths, text_key="input_ids")`` reads, stay as they are, with a
+            teacher's rows where they have them; they need their ``tokenizer``.
         out: The directory to make. If it was made from the same documents (files: names, sizes,
             modification times) with the same settings, it stays unchanged; else it is replaced when
             the new one is complete. A killed call's finished parts are used.
@@ -162,7 +171,8 @@ def prepare(
     facts = [*settings, given and given.to_str(), documents.fingerprint]
     begin = [] if given is None else beginning_ids(given)
     made_from = digest([*facts, begin] if begin else facts)
-    texts = TextReader(documents, held_out_every)
+    vocabulary = vocab_size if given is None else vocabulary_size(given)
+    texts = TextReader(documents, held_out_every, vocabulary)
     prepared = _open_made(out, made_from)
     if prepared is not None and (texts.may_skip or not prepared.broken):
         return prepared
@@ -205,6 +215,7 @@ class TextReader:
 
     documents: Documents
     held_out_every: int
+    vocab_size: int
 
     @property
     def may_skip(self) -> bool:
@@ -222,6 +233,8 @@ class TextReader:
                 at = attrs.evolve(at, broken=at.broken + 1, problems=problems)
             else:
                 text: Any = record.content
+                if not isinstance(text, str):
+                    text = check_document(record.name, text, self.vocab_size, k=self._first[0])
                 at = attrs.evolve(at, documents=at.documents + 1)
                 texts = self._split(text, at.documents)
             yield at, texts
@@ -234,24 +247,28 @@ class TextReader:
         for position, texts in self.read(_Position()):
             is_drawn = size <= limit or int(hash_integers(position.documents)) < threshold
             for text in (text for is_held_out, text in texts if is_drawn and not is_held_out):
+                if not isinstance(text, str):
+                    raise ValueError("the documents are token ids; pass tokenizer=, theirs.")
                 yield text[:limit]
                 limit -= len(text)
                 if limit <= 0:
                     return
 
-    def _split(self, text: str, number: int) -> Labelled:
-        if not self._are_few:
+    def _split(self, text: Any, number: int) -> Labelled:
+        if len(self._first) == self.held_out_every:
             return [(number % self.held_out_every == 0, text)]
         # At the last line break that leaves at least this share of the text behind it.
         latest = len(text) - max(1, len(text) // self.held_out_every)
-        split = text.rfind("\n", 0, latest) + 1 or latest
+        split = (isinstance(text, str) and text.rfind("\n", 0, latest) + 1) or latest
         parts = (False, text[:split]), (True, text[split:])
-        return [part for part in parts if part[1]]
+        return [part for part in parts if len(part[1])]
 
     @cached_property
-    def _are_few(self) -> bool:
-        texts = (record for record in self.documents.read() if record.problem is None)
-        return sum(1 for _ in itertools.islice(texts, self.held_out_every)) < self.held_out_every
+    def _first(self) -> list[int]:
+        """A teacher's k of the first documents, if there are more than few."""
+        texts: Any = (r.content for r in self.documents.read() if r.problem is None)
+        texts = itertools.islice(texts, self.held_out_every)
+        return [0 if isinstance(text, str) else taught_k(text) for text in texts]
 
 
 def _write_parts(
@@ -290,7 +307,7 @@ def _unwritten(folder: Path, texts: TextReader) -> Iterator[_Part]:
         size, is_last = 0, True
         for position, of_document in reader:  # noqa: B007
             content += of_document
-            size += sum(len(text) for _, text in of_document)
+            size += sum(len(t) if isinstance(t, str) else t.nbytes for _, t in of_document)
             if size >= PART_BYTES:
                 is_last = False
                 break
@@ -309,15 +326,20 @@ class _PartWriter:
 
     def __call__(self, part: _Part) -> None:
         labelled = (((is_held_out, len(text.encode())), text) for is_held_out, text in part.texts)
-        ids, documents = [np.zeros(0, np.int32)], []
-        for (is_held_out, size), of_text in encode_texts(self.tokenizer, labelled):
+        encoded, ids, documents = encode_texts(self.tokenizer, labelled), [], []
+        if not all(isinstance(text, str) for _, text in part.texts):
+            encoded = (((is_held_out, self._bytes(ids)), ids) for is_held_out, ids in part.texts)
+        for (is_held_out, size), of_text in encoded:
             ids.append(of_text)
             documents.append((is_held_out, size, len(of_text)))
         columns = np.array(documents, np.int64).reshape(-1, 3).T
         facts = json.dumps({"end": attrs.asdict(part.end), "is_last": part.is_last})
         content = io.BytesIO()
-        np.savez(content, ids=np.concatenate(ids), columns=columns, facts=facts)
+        np.savez(content, ids=np.concatenate(ids or [np.zeros(0)]), columns=columns, facts=facts)
         write_atomic(part.file, content.getvalue())
+
+    def _bytes(self, ids: NDArray[Any]) -> int:
+        return len(self.tokenizer.decode(tokens_of(ids).tolist()).encode())
 
 
 def _facts_of(part: Path) -> dict[str, Any]:

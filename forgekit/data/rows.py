@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, NDArray
 from tensordict import TensorDict
 
 from forgekit.checks import check_integers
-from forgekit.data.batch import IGNORED, PADDING, apply_transforms, collate
-from forgekit.data.documents import check_ids
+from forgekit.data.batch import FILL, IGNORED, PADDING, TEACHER, apply_transforms, collate
+from forgekit.data.documents import check_ids, tokens_of
 from forgekit.data.packing import Bins, pack
 from forgekit.data.token_files import TokenFile, open_tokens
 from forgekit.hashing import digest, state_facts, tokenizer_of
@@ -25,7 +25,8 @@ Ints = NDArray[np.int64]
 Transform: TypeAlias = Callable[[TensorDict], TensorDict]
 
 Piece: TypeAlias = "tuple[NDArray[Any], NDArray[Any]]"
-"""Tokens of a piece of a document and their labels, the next tokens: one less at its end."""
+"""Tokens of a piece of a document, with a teacher's rows where there are any, and their labels, the
+next tokens: one less at its end."""
 
 AT_ONCE = 2**20
 """Pieces checked at once, which bounds memory."""
@@ -44,21 +45,26 @@ def fill_rows(
 
     Returns:
         ``[b s]`` int64 tensors ``input_ids``; ``labels``, -100 where there is none; ``doc_ids``,
-        the number of the piece within its row, -1 on padding; and ``position_ids``.
+        the number of the piece within its row, -1 on padding; and ``position_ids``; with a
+        teacher's rows also these, ``[b s k]``, with ids of -100 on padding.
     """
     shape = len(rows), seq_len
     ids, labels = np.full(shape, padding, np.int64), np.full(shape, IGNORED)
     doc_ids, position_ids = np.full(shape, PADDING), np.zeros(shape, np.int64)
+    columns = {"input_ids": ids, "labels": labels, "doc_ids": doc_ids, "position_ids": position_ids}
     for row, pieces in enumerate(rows):
         at = 0
         for number, (tokens, following) in enumerate(pieces):
             here = slice(at, at + len(tokens))
-            ids[row, here] = tokens
+            ids[row, here] = tokens_of(tokens)
+            for key in TEACHER if tokens.dtype.names else ():
+                full = (*shape, tokens[key].shape[1]), FILL.get(key, 0), tokens[key].dtype
+                columns[key] = columns[key] if key in columns else np.full(*full)
+                columns[key][row, here] = tokens[key]
             labels[row, at : at + len(following)] = following
             doc_ids[row, here] = number
             position_ids[row, here] = np.arange(len(tokens))
             at += -(-len(tokens) // align) * align
-    columns = {"input_ids": ids, "labels": labels, "doc_ids": doc_ids, "position_ids": position_ids}
     tensors = {key: torch.from_numpy(column) for key, column in columns.items()}
     return TensorDict(tensors, batch_size=[len(rows)])
 
@@ -80,7 +86,8 @@ def token_dataset(
 
     Returns:
         A map-style dataset: ``[i]`` is a TensorDict of ``[s]`` int64 tensors ``input_ids`` and
-        ``labels``; ``labels[t]`` is the token after ``input_ids[t]``.
+        ``labels``; ``labels[t]`` is the token after ``input_ids[t]``. Of a file with a teacher's
+        rows (``write_tokens``) also ``teacher_ids`` int32 and ``teacher_log_probs``, ``[s k]``.
 
     Raises:
         ValueError: If ``seq_len`` is not positive.
@@ -267,7 +274,7 @@ class RowDataset:
         align = 1 if self.bins is None else self.bins.align
         batch = fill_rows(pieces, self.seq_len, self.documents.eos_id, align)
         if not self.doc_ids:
-            batch = batch.select("input_ids", "labels")
+            batch = batch.exclude("doc_ids", "position_ids")
         if self.transforms:
             batch = collate([apply_transforms(row, self.transforms) for row in batch])
         return batch
@@ -295,7 +302,7 @@ class RowDataset:
         """Read the tokens ``start`` to ``stop`` and their labels, which end before ``end``."""
         if isinstance(self.documents, TokenFile):
             tokens = self.documents.read(start, end)
-            return tokens[: stop - start], tokens[1:]
+            return tokens[: stop - start], tokens_of(tokens)[1:]
         return self.documents.ids[start:stop], self.documents.labels[start + 1 : end]
 
 

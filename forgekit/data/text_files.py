@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, TypeAlias, get_args
 import attrs
 
 from forgekit.checks import brief, check_choice, parse_json
+from forgekit.data.batch import TEACHER
 from forgekit.data.documents import (
     ROWS_AT_ONCE,
     Errors,
@@ -28,6 +29,7 @@ from forgekit.data.documents import (
     Record,
     check_cell,
     check_column,
+    check_document,
     read_texts,
 )
 from forgekit.environment import require
@@ -69,7 +71,9 @@ def text_documents(
             without the key, is one document; ``.csv``, ``.tsv`` and ``.zst`` are refused. ``.gz``,
             ``.bz2`` and ``.xz`` are decompressed. Folders are searched for the usual suffixes of
             text and code, without hidden files, ``.json`` and tables. Each file is read once.
-        text_key: Key of the text in a record of JSON, or its column in parquet.
+        text_key: Key of the text in a record of JSON, or its column in parquet. Records of JSON
+            under ``"input_ids"`` are documents of token ids, with a teacher's rows where they have
+            ``teacher_ids`` and ``teacher_log_probs``; see ``write_tokens``.
         errors: ``"raise"`` stops at a broken document, ``"skip"`` leaves it out.
 
     Returns:
@@ -294,6 +298,8 @@ def _record(line: bytes, name: str, key: str | None) -> Any:
         ) from None
     if key is None:
         return record
+    if key == "input_ids" and isinstance(record, dict) and key in record:
+        return check_document(name, record if {*TEACHER} & record.keys() else record[key])
     if isinstance(record, dict) and isinstance(record.get(key), str):
         return record[key]
     raise ValueError(

@@ -3,7 +3,8 @@
 ::
 
     PATH/index.json         vocabulary, tokens of each shard, checksums, the writer's metadata
-    PATH/shard_00000.npy    [tokens] token ids: uint16 or uint32
+    PATH/shard_00000.npy    [tokens] token ids: uint16 or uint32; with a teacher's rows the bytes
+                            of [tokens] of ``taught_type``
     PATH/offsets.npy        [documents + 1] int64: where each document starts
 
 Each array records its type and its length, so a truncated or foreign file is refused instead of
@@ -28,7 +29,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from forgekit.checks import check_integers
-from forgekit.data.documents import check_ids
+from forgekit.data.batch import IGNORED
+from forgekit.data.documents import check_document, taught_k, taught_type
 from forgekit.files import atomic_directory, restore_replaced
 from forgekit.remote.block_cache import (
     BLOCK_BYTES,
@@ -54,7 +56,7 @@ SHARD_TOKENS = 2**25
 
 def write_tokens(
     path: str | os.PathLike[str],
-    documents: Iterable[ArrayLike],
+    documents: Iterable[ArrayLike | Mapping[str, Any]],
     *,
     vocab_size: int,
     eos_id: int,
@@ -68,19 +70,24 @@ def write_tokens(
 
     Args:
         path: The directory to write.
-        documents: 1-D arrays (or lists, or CPU tensors) of token ids.
+        documents: 1-D arrays (or lists, or CPU tensors) of token ids; or, to keep a teacher's rows
+            of the token after each, mappings of ``input_ids`` ``[s]``, ``teacher_ids`` and
+            ``teacher_log_probs`` ``[s k]``, natural logarithms, with one k. Ids of -100 leave a
+            position out, as the closing token's is. Logarithms are kept in float32.
         vocab_size: Ids must be below it; up to 65,536 they are stored in two bytes, else in four.
         eos_id: The id put after each document.
         metadata: More entries for the index, JSON values. Read after the last document, so it can
             hold counts that the documents add up, such as ``text_bytes``.
-        shard_tokens: Tokens per shard; a document may cross from one shard into the next.
+        shard_tokens: Tokens per shard, with a teacher's rows a k-th of it; a document may cross
+            from one shard into the next.
 
     Returns:
         The token file, open for reading.
 
     Raises:
-        ValueError: If a size or id is out of range, a document is not a 1-D array of integers, or
-            there is no document.
+        ValueError: If a size or id is out of range, a document is not a 1-D array of integers, a
+            teacher's rows have another k, an id twice or probabilities that sum above 1, or there
+            is no document.
         FileExistsError: If ``path`` holds anything but a token file.
 
     Examples:
@@ -100,7 +107,7 @@ def write_tokens(
 
 def fill_tokens(
     folder: Path,
-    documents: Iterable[ArrayLike],
+    documents: Iterable[ArrayLike | Mapping[str, Any]],
     *,
     vocab_size: int,
     eos_id: int,
@@ -121,29 +128,35 @@ def fill_tokens(
     digest = hashlib.sha256(f"{vocab_size} {eos_id}".encode())
 
     def closed() -> Iterator[NDArray[Any]]:
+        k = None
         for number, document in enumerate(documents):
-            ids = check_ids(f"document {number}", document, vocab_size)
+            ids = check_document(f"document {number}", document, vocab_size, k=k)
+            k = taught_k(ids)
             ends.append(ends[-1] + len(ids) + 1)
-            yield np.append(ids, eos_id)
+            yield np.append(ids, np.array((eos_id, IGNORED, 0), ids.dtype) if k else eos_id)
 
     def save(name: str, values: NDArray[Any]) -> None:
-        np.save(folder / name, values)
+        np.save(folder / name, values.view(np.uint8) if values.dtype.names else values)
         checksums[name] = " ".join(checksums_of(values, _block_bytes(name, values.nbytes)))
         digest.update(values.data)  # of the tokens, however they are divided into shards
 
-    for shard in _shards(closed(), shard_tokens, _dtype(vocab_size)):
+    if (first := next(arrays := closed(), None)) is None:
+        raise ValueError("there are no documents; a token file needs at least one.")
+    k = taught_k(first)
+    size, dtype = max(shard_tokens // max(k, 1), 1), _dtype(vocab_size, k)
+    for shard in _shards(itertools.chain([first], arrays), size, dtype):
         save(_shard_name(len(counts)), shard)
         counts.append(len(shard))
-    if not counts:
-        raise ValueError("there are no documents; a token file needs at least one.")
     save(OFFSETS, np.frombuffer(ends, np.int64))
     index = {**KIND, "vocab_size": vocab_size, "eos_id": eos_id, "shards": counts}
+    index |= {"teacher_k": k} if k else {}
     index |= {"checksums": checksums, "fingerprint": digest.hexdigest(), "metadata": dict(metadata)}
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _dtype(vocab_size: int) -> np.dtype[Any]:
-    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+def _dtype(vocab_size: int, k: int) -> np.dtype[Any]:
+    ids = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+    return taught_type(k, ids) if k else ids
 
 
 def _block_bytes(name: str, size: int) -> int:
@@ -231,11 +244,15 @@ class TokenFile:
                 blocks += [(shard, number) for number in shard.blocks(here)]
         fetch_blocks(blocks)
 
-    def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Copy tokens ``start`` to ``stop`` out of the shards."""
+    def read(self, start: int, stop: int) -> NDArray[Any]:
+        """Copy tokens ``start`` to ``stop`` out of the shards, ``[n]`` int64.
+
+        Of a file with a teacher's rows, ``[n]`` of ``taught_type``.
+        """
         if not 0 <= start <= stop <= self.tokens:
             raise IndexError(f"tokens {start}:{stop} must lie within 0:{self.tokens}.")
-        out = np.empty(stop - start, dtype=np.int64)
+        stored = self.shards[0].dtype
+        out = np.empty(stop - start, dtype=stored if stored.names else np.int64)
         shard = bisect_right(self.starts, start) - 1
         done, within = 0, start - self.starts[shard]
         while done < len(out):
@@ -271,10 +288,12 @@ def open_tokens(path: str | os.PathLike[str], *, verify: bool = False) -> TokenF
     counts, vocab_size = index["shards"], index["vocab_size"]
     checksums = {name: text.split() for name, text in index["checksums"].items()}
     names = [*map(_shard_name, range(len(counts))), OFFSETS]
+    dtype = _dtype(vocab_size, index.get("teacher_k", 0))
     if isinstance(folder, Path):
         *shards, offsets = [_map(folder / name) for name in names]
+        shards = [shard.view(dtype) for shard in shards] if dtype.names else shards
     else:
-        *shards, offsets = _remote(folder, names, counts, _dtype(vocab_size), checksums)
+        *shards, offsets = _remote(folder, names, counts, dtype, checksums)
         with offsets.opened(0) as block:
             offsets = np.memmap(block, np.int64, mode="r").view(np.ndarray)
     ends = offsets[-1:].tolist()

@@ -38,7 +38,7 @@ NPY_HEADER_BYTES = 128
 
 def checksums_of(values: NDArray[Any], block_bytes: int = BLOCK_BYTES) -> list[str]:
     """Hash each block of an array's bytes: 128 bits of SHA-256, in hexadecimal digits."""
-    content = values.data.cast("B")
+    content = values.view(np.uint8).data
     starts = range(0, len(content), block_bytes)
     return [_checksum(content[start : start + block_bytes]) for start in starts]
 

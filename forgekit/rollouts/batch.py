@@ -6,13 +6,15 @@ from collections.abc import Hashable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor
 
 from forgekit.checks import brief, check_choice, is_integer
-from forgekit.data.batch import IGNORED
+from forgekit.data.batch import FILL, IGNORED, TEACHER
+from forgekit.data.documents import check_document
 from forgekit.data.packing import pack
 
 ULPS = 8
@@ -86,6 +88,8 @@ def rollout_batch(
     versions: Any = None,
     trained: Sequence[Any] | None = None,
     advantages: Sequence[Any] | Tensor | None = None,
+    teacher: Sequence[Any] | None = None,
+    teacher_k: int = 0,
     scale: str | None = "std",
     pad_to: int | None = None,
     rows: int | None = None,
@@ -109,6 +113,9 @@ def rollout_batch(
             left out.
         advantages: ``[n]``, or ``[new]`` for each answer, finite where a token is trained; by
             default those of ``group_advantages``.
+        teacher: For each answer a mapping of ``teacher_ids`` and ``teacher_log_probs``,
+            ``[new k]``: a teacher's tokens in place of each new one, and their natural logarithms.
+        teacher_k: The k of a teacher's rows, which padding has too; 0 without a teacher.
         scale: As for ``group_advantages``.
         pad_to: Positions of a row; that of the longest text if left out.
         rows: Rows, those of padding included; by default those that the texts fill. A pipeline
@@ -119,13 +126,15 @@ def rollout_batch(
         ``log_probs``, ``advantages`` and ``rewards`` (of a token's text) float32, ``versions``
         int64, ``lengths`` int64 (trained tokens of a token's text), ``empty`` bool (the first
         position of each text without a trained token, whose reward stands there), ``doc_ids`` (-1
-        on padding) and ``position_ids``. A text of one token has one position. Of no texts, one row
-        of padding.
+        on padding) and ``position_ids``; with ``teacher_k`` also ``teacher_ids`` int32 (-100 where
+        nothing is trained) and ``teacher_log_probs``, ``[b s k]``. A text of one token has one
+        position. Of no texts, one row of padding.
 
     Raises:
         ValueError: If a text does not begin with its prompt, what is given for an answer is not one
             number for each of its new tokens (or, where that is allowed, one for all), a number is
-            not finite or not what it must be, a text is longer than a row, or all of them than the
+            not finite or not what it must be, a teacher's row has another k, an id twice or
+            probabilities that sum above 1, a text is longer than a row, or all of them than the
             rows.
 
     Examples:
@@ -139,13 +148,13 @@ def rollout_batch(
         advantages = group_advantages(rewards, groups, scale=scale)
     if versions is None or is_integer(versions):
         versions = [int(versions or 0)] * len(prompts)
-    trained = [None] * len(prompts) if trained is None else trained
+    trained, teacher = ([None] * len(prompts) if c is None else c for c in (trained, teacher))
     columns_of = prompts, generated.ids, generated.log_probs, advantages, rewards, versions, trained
-    answers = enumerate(zip(*columns_of, strict=True))
-    texts = [_text(number, *answer) for number, answer in answers]
+    answers = enumerate(zip(*columns_of, teacher, strict=True))
+    texts = [_text(number, teacher_k, *answer) for number, answer in answers]
     sizes = [len(text["input_ids"]) for text in texts]
     if not sizes:
-        return _padding(rows or 1, pad_to or 1)
+        return _padding(rows or 1, pad_to or 1, teacher_k)
     width = max(sizes) if pad_to is None else pad_to
     bins = pack(sizes, width, long="error")
     columns: dict[str, list[Tensor]] = {}
@@ -156,7 +165,7 @@ def rollout_batch(
         joined = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
         room = width - len(joined["input_ids"])
         for name, values in joined.items():
-            row = F.pad(values, (0, room), value=FILLED.get(name, 0))
+            row = F.pad(values, (*(0, 0) * (values.ndim - 1), 0, room), value=FILL.get(name, 0))
             columns.setdefault(name, []).append(row)
     count = len(bins.offsets) - 1
     batch = TensorDict({name: torch.stack(column) for name, column in columns.items()}, [count])
@@ -167,12 +176,13 @@ def rollout_batch(
             f"{len(texts)} texts fill {count} rows of {width} positions, but there are {rows}; "
             "use more rows, longer ones, or fewer answers at a time."
         )
-    return torch.cat([batch, _padding(rows - count, width)])  # pyright: ignore[reportReturnType, reportArgumentType]
+    return torch.cat([batch, _padding(rows - count, width, teacher_k)])  # pyright: ignore[reportReturnType, reportArgumentType]
 
 
 def join_rollouts(
     messages: Sequence[Mapping[str, Any]],
     *,
+    teacher_k: int = 0,
     pad_to: int | None = None,
     rows: int | None = None,
     scale: str | None = "std",
@@ -182,8 +192,9 @@ def join_rollouts(
     Args:
         messages: Of each one or more answers, with ``prompts``, ``ids`` (whole texts),
             ``log_probs`` and ``rewards`` as for ``rollout_batch``, and where they are there
-            ``versions`` (a number for all, or as there), ``groups``, ``trained`` and
-            ``advantages``. Groups are those of a message: by default its answers are one.
+            ``versions`` (a number for all, or as there), ``groups``, ``trained``, ``advantages``
+            and ``teacher``. Groups are those of a message: by default its answers are one.
+        teacher_k: As for ``rollout_batch``.
         pad_to: As for ``rollout_batch``.
         rows: As for ``rollout_batch``.
         scale: As for ``rollout_batch``.
@@ -199,7 +210,8 @@ def join_rollouts(
     for number, message in enumerate(messages):
         if not (count := len(message["prompts"])):
             raise ValueError(f"message {number} has no answer; leave out groups without one.")
-        whole = {"groups": [0] * count, "versions": 0, "trained": [None] * count, **message}
+        blank = dict.fromkeys(("groups", "trained", "teacher"), [None] * count)
+        whole = {"versions": 0, **blank, **message}
         if is_integer(whole["versions"]):
             whole["versions"] = [whole["versions"]] * count
         if "advantages" not in message:
@@ -209,7 +221,8 @@ def join_rollouts(
                 raise ValueError(f"there are {count} prompts, but {len(whole[name])} {name}.")
             column.extend(whole[name] if name != "groups" else [(number, g) for g in whole[name]])
     generated = _Answers(columns.pop("ids"), columns.pop("log_probs"))
-    return rollout_batch(generated=generated, pad_to=pad_to, rows=rows, **columns)
+    sizes = {"teacher_k": teacher_k, "pad_to": pad_to, "rows": rows}
+    return rollout_batch(generated=generated, **sizes, **columns)
 
 
 class _Answers(NamedTuple):
@@ -220,15 +233,15 @@ class _Answers(NamedTuple):
 _RULES = MappingProxyType(
     {torch.bool: "True or False", torch.int64: "an integer", torch.float32: "a finite float32"}
 )
-_OF_ANSWERS = ("log_probs", "rewards", "groups", "versions", "trained", "advantages")
-FILLED = MappingProxyType({"labels": IGNORED, "doc_ids": -1})
-"""Padding values other than 0."""
+_OF_ANSWERS = ("log_probs", "rewards", "groups", "versions", "trained", "advantages", "teacher")
 
 
-def _padding(rows: int, width: int) -> TensorDict:
-    text = _text(0, [0], [0], [], [], 0.0, [], None)
+def _padding(rows: int, width: int, k: int) -> TensorDict:
+    teacher = dict.fromkeys(TEACHER, np.zeros((0, k), np.int64)) if k else None
+    text = _text(0, k, [0], [0], [], [], 0.0, [], None, teacher)
     text["doc_ids"] = text["input_ids"]
-    columns = {n: v.new_full((rows, width), FILLED.get(n, 0)) for n, v in text.items()}
+    sizes = {n: (rows, width, *v.shape[1:]) for n, v in text.items()}
+    columns = {n: v.new_full(sizes[n], FILL.get(n, 0)) for n, v in text.items()}
     return TensorDict(columns, [rows])
 
 
@@ -257,6 +270,7 @@ def _name(name: Any) -> Hashable:
 
 def _text(
     number: int,
+    k: int,
     prompt: Any,
     ids: Any,
     log_probs: Any,
@@ -264,6 +278,7 @@ def _text(
     reward: Any,
     versions: Any,
     trained: Any,
+    teacher: Any,
 ) -> dict[str, Tensor]:
     """Return the columns of one text; positions are tokens minus one, at least one."""
     prompt, ids = torch.as_tensor(prompt).cpu(), torch.as_tensor(ids).cpu()
@@ -282,13 +297,18 @@ def _text(
         is_trained = _of_tokens(f"answer {number}: trained", trained, torch.bool, is_new)
 
     def at_new(values: Tensor, fill: int = 0) -> Tensor:
-        whole = torch.full((size,), fill, dtype=values.dtype)
-        whole[first : first + new] = torch.where(is_trained, values, fill)
+        whole = torch.full((size, *values.shape[1:]), fill, dtype=values.dtype)
+        whole[first : first + new][is_trained] = values[is_trained]
         return whole
 
     def taken(name: str, values: Any, dtype: torch.dtype, at: Tensor, *, one: bool) -> Tensor:
         return at_new(_of_tokens(f"answer {number}: {name}", values, dtype, at, one=one))
 
+    taught = {}
+    if k or teacher is not None:
+        document = {"input_ids": ids[len(prompt) :], **(teacher or {})}
+        stored = check_document(f"answer {number}", document, k=k)
+        taught = {n: at_new(torch.from_numpy(stored[n].copy()), FILL.get(n, 0)) for n in TEACHER}
     lengths, is_empty = is_trained.sum(), torch.zeros(size, dtype=torch.bool)
     rewards = at_new(torch.tensor(float(reward)).expand(new))
     if not lengths:
@@ -303,6 +323,7 @@ def _text(
         "lengths": at_new(lengths.expand(new)),
         "empty": is_empty,
         "position_ids": torch.arange(size),
+        **taught,
     }
 
 
