@@ -58,8 +58,8 @@ CLAIMS = {
     "sample_a_run": lambda steps, loss, *_: steps == 60 and loss < 1.2,
     "sources": lambda share, loss, parts: abs(share - 0.75) < 0.05 and loss == parts,
     "spikes": lambda none, without, one, limited: (none, one) == (0, 1) and limited < without / 5,
-    "stored_teacher": lambda k, mass, *n: (
-        (k, *n[::3]) == (8, 16, 32) and 0.8 < mass < 1 and n[2] < n[1] / 3 and n[5] < n[2]
+    "stored_teacher": lambda known, _, k, *n: (
+        (k, n[0], n[5]) == (8, 0, 0) and known < 4.5 and n[4] < n[1] - 1 and n[9] < n[6] - 1
     ),
     "sweep": lambda *n: n[1] > n[3] > n[5] and n[-1] == n[4],
     "teacher_on_ranks": lambda *n: n[::2] == (10, 20, 30) and n[5] < n[1] / 2,

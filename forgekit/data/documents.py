@@ -395,11 +395,11 @@ def check_document(
         shape = [len(ids), "k" if k is None else k]
         raise ValueError(f"{name}: {' and '.join(TEACHER)} must be {shape}: {error}.") from None
     ranked = np.sort(tokens)
-    total = np.logaddexp.reduce(log_probs.astype(np.float64), -1, keepdims=True)
+    total = np.exp(log_probs.astype(np.float64)).sum(-1, keepdims=True)
     checks = {
         f"ids outside the vocabulary of {vocab_size}": (tokens >= 0) & (tokens < vocab_size),
         "a token twice": ranked[:, 1:] != ranked[:, :-1],
-        "probabilities that sum above 1": total <= 1e-4,
+        "probabilities that sum above 1": total <= 1 + 1e-4,
     }
     for problem, is_right in checks.items():
         if (is_wrong := ~is_right.all(-1) & (tokens[:, 0] != IGNORED)).any():
