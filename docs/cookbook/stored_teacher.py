@@ -3,10 +3,11 @@
 For each byte of some texts the teacher's eight most likely next bytes and their log-probabilities
 are written beside it, into the token file. A loader yields them with the rows of text, shuffled,
 packed and resumed like these. What the eight leave over is one further outcome on both sides, so
-nothing is lost or made up. A twin of each student learns from the text alone.
+nothing is lost or made up. A twin of each student learns from the text alone: a plain file, as a
+step refuses rows that its loss does not read.
 
     python stored_teacher.py           # 40 steps, one seed
-    python stored_teacher.py 400 3     # the table on the page
+    python stored_teacher.py 160 2     # the table on the page
 """
 
 import sys

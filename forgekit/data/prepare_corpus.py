@@ -265,7 +265,7 @@ class TextReader:
 
     @cached_property
     def _first(self) -> list[int]:
-        """A teacher's k of the first documents, if there are more than few."""
+        """A teacher's k in the first ``held_out_every`` documents; fewer if there are few."""
         texts: Any = (r.content for r in self.documents.read() if r.problem is None)
         texts = itertools.islice(texts, self.held_out_every)
         return [0 if isinstance(text, str) else taught_k(text) for text in texts]
