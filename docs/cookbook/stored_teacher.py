@@ -61,7 +61,7 @@ def with_teacher(document):
 
 sources = (bytearray(text.encode()) for _, text in fk.data.stdlib_documents())
 texts = [np.frombuffer(source, np.uint8) for source in islice(sources, 100)]
-few = texts[:9]  # of which the teacher's rows are stored
+few = texts[: 1 + STEPS // 20]  # of which the teacher's rows are stored
 held_out = write("held_out", [text[:1500] for text in texts[9::10]])
 everything = write("text", [text for n, text in enumerate(texts) if n % 10 != 9])
 
