@@ -59,7 +59,7 @@ CLAIMS = {
     "sources": lambda share, loss, parts: abs(share - 0.75) < 0.05 and loss == parts,
     "spikes": lambda none, without, one, limited: (none, one) == (0, 1) and limited < without / 5,
     "stored_teacher": lambda known, _, k, *n: (
-        (k, n[0], n[5]) == (8, 0, 0) and known < 4.5 and n[4] < n[1] - 1 and n[9] < n[6] - 1
+        (k, n[0], n[5]) == (8, 0, 0) and known < 4.5 and n[4] < n[1] - 0.5 and n[9] < n[6] - 0.5
     ),
     "sweep": lambda *n: n[1] > n[3] > n[5] and n[-1] == n[4],
     "teacher_on_ranks": lambda *n: n[::2] == (10, 20, 30) and n[5] < n[1] / 2,
