@@ -7,7 +7,7 @@ nothing is lost or made up. A twin of each student learns from the text alone: a
 step refuses rows that its loss does not read.
 
     python stored_teacher.py           # 40 steps, one seed
-    python stored_teacher.py 160 2     # the table on the page
+    python stored_teacher.py 160 3     # the table on the page
 """
 
 import sys
