@@ -215,7 +215,7 @@ class TextReader:
 
     documents: Documents
     held_out_every: int
-    vocab_size: int
+    vocab_size: int = 2**31
 
     @property
     def may_skip(self) -> bool:
