@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -27,7 +26,6 @@ from forgekit.parallel.fsdp_step import FsdpStep
 from forgekit.parallel.layout import size_of, world_of
 from forgekit.ranges import named, ranged
 from forgekit.state import TrainState
-from forgekit.steps.audit.unread import find_unread, note_reads
 from forgekit.steps.experts import StepRouters
 from forgekit.steps.micro_batch import (
     Listed,
@@ -144,7 +142,6 @@ class StepInProgress:
         stages = [] if layout.stages is None else layout.stages.modules
         modules = state.model.modules() if stages else self._sharded.all_modules
         device = state.targets.device
-        self._is_read: dict[str, bool] = {}
         self._routers = StepRouters(modules, state.loss_scale, device, stages)
         self._sums = LossSums(device)
         self._samples = 0
@@ -197,8 +194,6 @@ class StepInProgress:
             raise ValueError("the previous add() had last=True; pass it to the final add() only.")
         self._is_closed = last
         layout, rows_before, done_before = self._state.layout, self._sums.rows, self.micro_batches
-        if self._state.agreed_names is None:  # set by the first reduction of a process
-            loss_fn = partial(note_reads, loss_fn, self._is_read)
         share = share_of(batches)
         seed_offset = self._done_by_others + (0 if share is None else share.first_number)
         try:
@@ -264,8 +259,6 @@ class StepInProgress:
         if not self.micro_batches:
             raise ValueError("a step got no micro-batch; every rank must provide at least one.")
         state, sums = self._state, self._sums
-        if state.layout.has_last:  # only there a pipeline's loss is computed
-            sums.problem = sums.problem or find_unread(self._is_read)
         # Gradients that FSDP still holds back are cleared here, so `.grad` is None for them as for
         # unused parameters. Only these names tell the two apart; `reduce_totals` raises for them.
         unreduced = self._sharded.end(state.model, is_reduced=self._is_reduced)

@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import nn
 
+from forgekit.data.batch import TEACHER
 from forgekit.mesh import DATA_DIMENSIONS, data_ranks
 from forgekit.parallel.agreement import exchange
 from forgekit.parallel.fsdp import fsdp_modules
@@ -39,6 +40,7 @@ from forgekit.steps.audit.agreement import (
 from forgekit.steps.audit.copies import keeping_buffers
 from forgekit.steps.audit.plan import check_plan
 from forgekit.steps.audit.positions import check_positions
+from forgekit.steps.audit.unread import find_unread, note_reads
 from forgekit.steps.losses import Loss
 from forgekit.steps.micro_batch import LossFn, Peeked, check_rows
 
@@ -83,7 +85,7 @@ def audit(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> AuditRep
     Compared are the rows of ranks that share them, the step and the seed; under context parallelism
     whether positions are those of whole sequences; the tensor-parallel plan; the modules that ranks
     run; whether every gradient is reduced over the ranks; and copies of parameters, gradients and
-    buffers.
+    buffers. If the micro-batch has a teacher's rows, whether the loss reads them.
 
     Args:
         state: The state; gradients are cleared, nothing else in it changes.
@@ -92,15 +94,19 @@ def audit(state: TrainState, batch: TensorDictBase, loss_fn: LossFn) -> AuditRep
             under tensor and under context parallelism each.
 
     Returns:
-        What was compared. In one process nothing is.
+        What was compared. In one process nothing is, and only a teacher's rows are checked.
 
     Raises:
         TypeError: If the micro-batch is no TensorDict with rows.
         UnreducedError: On every rank, if gradients were never reduced, or the loss reads shards.
-        ValueError: On every rank, if ranks differ, or would train another model than one rank.
+        ValueError: On every rank, if ranks differ, or would train another model than one rank, or
+            nothing reads a teacher's rows.
     """
     world, layout = world_of(state.mesh), state.layout
     if world == 1:
+        if any(key in batch for key in TEACHER):
+            with _leaving_no_trace(state):
+                list(_rehearse(state, batch, loss_fn, {}))
         return AuditReport()
     check_rows(batch)
     at = coordinate_of(state)
@@ -169,6 +175,8 @@ def _rehearse(
 ) -> Iterator[Finding]:
     """Run a micro-batch forward and backward; compare the modules that run and the gradients."""
     layout, world, read = state.layout, world_of(state.mesh), set()
+    is_read: dict[str, bool] = {}
+    loss_fn = partial(note_reads, loss_fn, is_read)
     if compared:
         loss_fn = partial(_compare_forward, state, compared, loss_fn)
     with begin_step(state) as step, ExitStack() as stack:
@@ -181,7 +189,10 @@ def _rehearse(
         step.add([batch] * count, loss_fn, last=True)
     stated = replicas_of(state, gradients=True)
     unreduced = (*step.totals.checked.unreduced, *sorted(read))
-    compare(exchange(Report(stated, coordinate_of(state), unreduced=unreduced), world))
+    # Only a pipeline's last stage computes the whole loss.
+    unread = find_unread(is_read) if layout.has_last else None
+    checked = {"unreduced": unreduced, "problem": unread}
+    compare(exchange(Report(stated, coordinate_of(state), **checked), world))
     if compared:
         yield Finding("modules", "world", f"{len(compared)} in one order")
     yield Finding("gradients", "world", "all reduced")

@@ -1,4 +1,4 @@
-"""What losses read of a teacher's rows: a field that nothing reads would teach nothing."""
+"""What a loss reads of a teacher's rows: a field that nothing reads would teach nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def note_reads(loss_fn: LossFn, is_read: dict[str, bool], model: Any, batch: Any
 
     Args:
         loss_fn: ``loss_fn(model, batch) -> Loss``.
-        is_read: By field that micro-batches have, whether a loss has read it; changed in place.
+        is_read: By field that the micro-batch has, whether the loss has read it; changed in place.
         model: As for ``loss_fn``.
         batch: As for ``loss_fn``; not changed.
     """
@@ -49,8 +49,8 @@ def note_reads(loss_fn: LossFn, is_read: dict[str, bool], model: Any, batch: Any
 
 
 def find_unread(is_read: Mapping[str, bool]) -> str | None:
-    """Say which fields no loss of a step has read."""
+    """Say which fields the loss has not read."""
     unread = quoted(key for key in is_read if not is_read[key])
     remedy = "Pass them to forgekit.sparse_kl, or prepare the data without a teacher's rows."
-    problem = f"has {unread} in its micro-batches, which no loss of the step reads. {remedy}"
+    problem = f"has {unread} in its micro-batches, which the loss does not read. {remedy}"
     return None if all(is_read.values()) else problem
