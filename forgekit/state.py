@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 import sys
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -20,8 +20,7 @@ import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor import ones as distributed_ones
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from forgekit.environment import is_library
@@ -292,9 +291,9 @@ class TrainState:
             TypeError: If ``optimizer`` is not an optimizer, such as a list of several; if
                 ``average`` is not a rule of an average.
             ValueError: If ``loss_scale`` is not a power of two, the optimizer holds a parameter
-                that the model does not or cannot step what is sharded, parameters are complex or
-                sparse, there are several ranks and no mesh, or parameters are not sharded on a
-                mesh of several ranks (their gradients would never be reduced).
+                that the model does not, parameters are complex or sparse, there are several ranks
+                and no mesh, or parameters are not sharded on a mesh of several ranks (their
+                gradients would never be reduced).
         """
         _check_optimizer(optimizer)
         layout = _read_layout(model, mesh)
@@ -306,7 +305,6 @@ class TrainState:
         check_dense(model)
         _check_blocks(optimizer)
         _check_parameters(model, optimizer, mesh)
-        _check_sharded_step(optimizer)
         device = _device_of(model, mesh)
         return cls(
             model=model,
@@ -368,43 +366,6 @@ def _check_optimizer(optimizer: Any) -> None:
             f"optimizer is a {type(optimizer).__name__}; a state has one torch.optim.Optimizer. "
             "forgekit.chain_optimizers(first, second) makes one of several."
         )
-
-
-def _check_sharded_step(optimizer: Optimizer) -> None:
-    """Try the optimizer's class on tiny sharded parameters; raise if it cannot step them.
-
-    Whether an optimizer's operations exist for DTensors shows only in a step, and one that fails in
-    a run has moved half of the parameters.
-    """
-    for member in getattr(optimizer, "members", (optimizer,)):
-        if type(member).__module__.startswith("forgekit.") or not isinstance(member, Optimizer):
-            continue
-        groups = []
-        for group in member.param_groups:
-            by_ndim = {p.ndim: p for p in group["params"] if isinstance(p, DTensor) and p.ndim > 0}
-            groups.append({**group, "params": [_tiny(p) for p in by_ndim.values()]})
-        trial = object.__new__(type(member))
-        trial.__dict__.update(vars(member))
-        trial.__setstate__({"state": defaultdict(dict), "param_groups": groups})
-        try:
-            type(member).step(trial)  # torch's schedulers bind an instance's `step` to it
-        except (KeyError, AttributeError, TypeError):
-            continue  # state made in a constructor is missing here
-        except RuntimeError as error:
-            raise ValueError(
-                f"{type(member).__name__} cannot step sharded parameters ({error}). On several "
-                "ranks use one that can, such as forgekit.adamw(model), or leave fused=True out."
-            ) from error
-
-
-def _tiny(parameter: DTensor) -> nn.Parameter:
-    """Make a sharded parameter of two values per rank and dimension, with a gradient of ones."""
-    mesh = parameter.device_mesh
-    shape = (2 * mesh.size(), *[2] * (parameter.ndim - 1))
-    options = {"dtype": parameter.dtype, "device_mesh": mesh, "placements": [Shard(0)] * mesh.ndim}
-    tiny = nn.Parameter(distributed_ones(shape, **options))
-    tiny.grad = distributed_ones(shape, **options)
-    return tiny
 
 
 def _begin_average(

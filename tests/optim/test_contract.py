@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import chain
 
 import pytest
@@ -18,7 +17,7 @@ from optim.optimizers import (
     parameters_of,
     step_with,
 )
-from pool import on_ranks, run_again
+from pool import run_again
 from tensordict import TensorDict
 
 import forgekit as fk
@@ -230,29 +229,3 @@ LARGE = {
 def test_eight_ranks_agree(tmp_path):
     """Three dimensions of a mesh, pipelines, ranks without a row, whole and replicated experts."""
     check_layouts(LARGE, 8, tmp_path, layers=2)
-
-
-# Optimizers of others on sharded parameters
-
-
-@on_ranks(2)
-def test_an_optimizer_that_cannot_step_shards_is_refused_before_the_first_update(rank, world):
-    """Of torch's Adafactor and Adagrad, which has a state from its constructor on."""
-    mesh = fk.build_mesh(fk.MeshSpec(), device="cpu")
-    for make in (torch.optim.Adafactor, torch.optim.Adagrad):
-        model = build(torch.float32, mesh=mesh)
-        before, rest = parameters_of(model), fk.adamw(model)
-        for group in rest.param_groups:
-            group["params"] = [p for p in group["params"] if p.ndim != 2]
-        chain = fk.chain_optimizers(make([p for p in model.parameters() if p.ndim == 2]), rest)
-        count, is_able = len(chain.state), make is torch.optim.Adagrad
-        message = r"^Adafactor cannot step sharded parameters \("
-        with nullcontext() if is_able else pytest.raises(ValueError, match=message):
-            fk.TrainState.create(model, chain, mesh=mesh)
-        assert_close(parameters_of(model), before)
-        assert len(chain.state) == count, "the trial leaves no state"
-        if is_able:
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, 0.5)
-            chain.step()
-            assert all((before[n] - p).abs().max() > 9e-4 for n, p in parameters_of(model).items())
