@@ -40,7 +40,7 @@ TEACHER = ("teacher_ids", "teacher_log_probs")
 POSITIONS = frozenset(
     {
         *TEACHER,
-        *("input_ids", "labels", "position_ids", "doc_ids", "targets", "loss_mask", "replay"),
+        *("input_ids", "labels", "position_ids", "doc_ids", "targets", "loss_mask"),
         *("log_probs", "old_log_probs", "reference", "advantages", "rewards", "versions"),
         *("lengths", "empty", "logits", "hidden"),
     }

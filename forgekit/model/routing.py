@@ -8,7 +8,7 @@ choice there and repeats it, and writes the same notes over the old ones, so not
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -251,53 +251,6 @@ class _AddGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return gradients[0], ctx.saved_tensors[0], None
-
-
-def check_choices(
-    replay: Mapping[str, Tensor],
-    layers: Iterable[str],
-    shape: tuple[int, int, int],
-    experts: int,
-    is_token: Tensor | None,
-) -> dict[str, Tensor]:
-    """Raise unless a given choice fits these layers and this micro-batch.
-
-    Reads the smallest and largest number on the host, once for all layers.
-
-    Args:
-        replay: By layer the experts of each position.
-        layers: Names of all layers that have experts.
-        shape: ``(b, s, k)``.
-        experts: Number of experts, ``e``.
-        is_token: ``[b s]``; what is given on padding is not looked at.
-
-    Returns:
-        ``[b s k]`` int64 by layer.
-
-    Raises:
-        ValueError: If layers, shapes or numbers are others.
-    """
-    layers = list(layers)
-    if replay.keys() != set(layers):
-        raise ValueError(
-            f"replay has choices for the layers {list(replay)}; the model has {layers}."
-        )
-    choices: dict[str, Tensor] = {}
-    for layer in layers:
-        choice = replay[layer]
-        if tuple(choice.shape) != shape or choice.is_floating_point():
-            raise ValueError(
-                f"replay[{layer!r}] is {tuple(choice.shape)} of {choice.dtype}; it must be "
-                f"integers of shape {shape}: rows, positions and top_k of this micro-batch."
-            )
-        choice = choice.long()
-        if is_token is not None:
-            choice = choice.masked_fill(~is_token.unsqueeze(-1), 0)
-        choices[layer] = choice
-    least, most = torch.stack(torch.stack([*choices.values()]).aminmax()).tolist()
-    if least < 0 or most >= experts:
-        raise ValueError(f"replay has experts {least} to {most}, not 0 to {experts - 1}.")
-    return choices
 
 
 def _within_groups(scores: Tensor, groups: int, top_groups: int, router: str) -> Tensor:

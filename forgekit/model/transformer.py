@@ -8,7 +8,7 @@ weight inside ``forward`` and never build all logits.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -34,7 +34,7 @@ from forgekit.model.lora import weight_of
 from forgekit.model.moe import MoE
 from forgekit.model.moe_spec import MoESpec
 from forgekit.model.rope_scaling import RopeScaling
-from forgekit.model.routing import Routing, check_choices
+from forgekit.model.routing import Routing
 from forgekit.model.vocabulary import logits_of, on_tokens
 from forgekit.tensors import wide
 
@@ -198,7 +198,6 @@ class Transformer(nn.Module):
         doc_ids: Tensor | None = None,
         head: Callable[[Tensor, Tensor], Any] | None = None,
         targets: Tensor | None = None,
-        replay: Mapping[str, Tensor] | None = None,
         routing: Routing | None = None,
     ) -> Any:
         """Compute logits, or whatever ``head`` makes of the last hidden states.
@@ -215,16 +214,14 @@ class Transformer(nn.Module):
                 gathered for that, unless the head takes ``vocab_size``, the number of tokens.
             targets: ``[b s]`` bool, where the routers' auxiliary losses are summed; on every
                 position that is not padding if None. Without effect on a dense model.
-            replay: ``[b s k]`` int experts by layer, such as ``"layers.0.feed_forward"``: used in
-                place of the routers' own choice, and weighed by them.
             routing: What ``accumulate`` gives each call: the loss scale, and where to note counts.
 
         Returns:
             ``[b s v]`` logits of all tokens, or what ``head`` returned.
 
         Raises:
-            ValueError: If the sequence is longer than ``max_seq_len``, or ``replay`` is none for
-                this model and these ids.
+            ValueError: If the sequence is longer than ``max_seq_len``, or ``targets`` has another
+                shape.
         """
         positions = input_ids.shape[1]
         if positions > self.spec.max_seq_len:
@@ -238,7 +235,7 @@ class Transformer(nn.Module):
             position_ids = self.locate(positions, input_ids.device)
         x = self.dropout(self.embedding(input_ids))
         cos, sin = self._rotary(position_ids, x.dtype)
-        routing = self._routing(routing, input_ids, doc_ids, targets, replay)
+        routing = self._routing(routing, input_ids, doc_ids, targets)
         routed = self.spec.routed
         for block, layer in enumerate(self.layers):
             x = layer(x, cos, sin, doc_ids, *((routing,) if block in routed else ()))
@@ -317,27 +314,20 @@ class Transformer(nn.Module):
         input_ids: Tensor,
         doc_ids: Tensor | None,
         targets: Tensor | None,
-        replay: Mapping[str, Tensor] | None,
     ) -> Routing | None:
         """Collect the routers' inputs of one call; None in a dense model."""
-        moe = self.spec.moe
-        if moe is None:
-            if replay is not None:
-                raise ValueError("replay was given to a model without experts (spec.moe is None).")
+        if self.spec.moe is None:
             return None
-        rows, positions = input_ids.shape
         if targets is not None and targets.shape != input_ids.shape:
             raise ValueError(
-                f"targets has shape {tuple(targets.shape)}, input_ids {(rows, positions)}; pass "
-                "one bool for each position."
+                f"targets has shape {tuple(targets.shape)}, input_ids {tuple(input_ids.shape)}; "
+                "pass one bool for each position."
             )
-        is_token = None if doc_ids is None else doc_ids >= 0
-        choices = {}
-        if replay is not None:
-            shape, layers = (rows, positions, moe.top_k), self.spec.routed.values()
-            choices = check_choices(replay, layers, shape, moe.experts, is_token)
-        masks = {"is_token": is_token, "targets": None if targets is None else targets.bool()}
-        return attrs.evolve(routing or Routing(), **masks, choices=choices, shares={})
+        masks = {
+            "is_token": None if doc_ids is None else doc_ids >= 0,
+            "targets": None if targets is None else targets.bool(),
+        }
+        return attrs.evolve(routing or Routing(), **masks, choices={}, shares={})
 
     def _rotary(self, position_ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         spec, scaling = self.spec, self.spec.rope_scaling

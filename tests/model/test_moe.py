@@ -263,24 +263,6 @@ def test_recomputation_repeats_the_choice_of_the_forward(what):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_a_given_choice_is_used_with_live_scores():
-    model = tiny()
-    given = {layer: (torch.arange(24).view(2, 6, 2) + i) % 6 for i, layer in enumerate(LAYERS)}
-    used = Routing()
-    model(IDS, replay=given, routing=used).square().sum().backward()
-    for i, layer in enumerate(LAYERS):
-        counts = used.notes[layer]["counts"]
-        assert counts.tolist() == torch.bincount(given[layer].flatten(), minlength=6).tolist(), i
-        assert model.get_submodule(layer).router.weight.grad.abs().max() > 1e-3
-
-
-CHOICE = torch.zeros(2, 6, 2, dtype=torch.int64)
-
-
-def replayed(first, *second):
-    return tiny()(IDS, replay=dict(zip(LAYERS, (first, *second), strict=False)))
-
-
 def dense():
     return fk.Transformer(attrs.evolve(TINY, moe=None))
 
@@ -290,10 +272,6 @@ def rate(bias_rate):
 
 
 REFUSED = {
-    r"has choices for the layers \['layers\.1\.feed_forward'\]": lambda: replayed(CHOICE),
-    r"is \(1, 6, 2\) of .*must be integers of": lambda: replayed(CHOICE[:1], CHOICE),
-    r"^replay has experts 0 to 6, not 0 to 5\.$": lambda: replayed(CHOICE, CHOICE + 6),
-    "^replay was given to a model without experts": lambda: dense()(IDS, replay={}),
     r"^targets has shape \(2, 5\)": lambda: tiny()(IDS, targets=IDS[:, 1:] > 3),
     r"^'capacity' must be > 0\.0: 0$": lambda: attrs.evolve(SPEC, capacity=0),
     r"^router is 'tanh'; it must be one of": lambda: attrs.evolve(SPEC, router="tanh"),

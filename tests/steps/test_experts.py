@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import attrs
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import some_of
 from lab import Watch, full, lay_out, relative_error
-from pool import run_again, run_ranks
+from pool import run_ranks
 from tensordict import TensorDict
 
 import forgekit as fk
@@ -286,55 +284,6 @@ def test_nothing_is_read_by_the_host():
         totals = fk.reduce_totals(fk.accumulate(state, [rows(2)], loss_fn), state)
         expert_metrics(totals.sums, list(SPEC.routed.values()))
     assert reads.host_reads == []
-
-
-# Ranks
-
-
-LONG = {
-    "PP2": {"pp": 2},
-    "CP2": {"cp": 2},
-    "CP2xEP2": {"cp": 2, "ep": 2},
-    "EP2xFSDP2": {"dp_shard": 4, "ep": 2},
-    "EP2xPP2": {"pp": 2, "dp_shard": 2, "ep": 2},
-}
-
-
-def with_choices(batch):
-    """Other experts than routers choose, and none that another layer has."""
-    numbers = torch.arange(batch["input_ids"].numel() * 2).view(*batch["input_ids"].shape, 2)
-    given = {}
-    for index, name in enumerate(SPEC.routed.values()):
-        first = (numbers[..., 0] * (1 + 4 * index) + numbers[..., 0] // 7) % 6
-        given[name] = torch.stack((first, (first + 2 + index) % 6), -1)
-    return batch.copy().update({"replay": TensorDict(given, [len(batch)])})
-
-
-def replayed_loss(model, batch):
-    return loss_fn(model, batch, replay=batch["replay"])
-
-
-def _replay(rank, world, sizes, options):
-    state = lay_out(build(), {"dp_shard": 1, **sizes}, sgd, **options) if world > 1 else create()
-    row, rows_of = fk.data_ranks(state.mesh)
-    batches = split(with_choices(rows(positions=12)), [4, 4])
-    batches = [batch[row::rows_of].contiguous() for batch in batches]
-    return run(state, batches, replayed_loss)
-
-
-@pytest.mark.parametrize("name", some_of(LONG, "CP2xEP2", "EP2xFSDP2", "EP2xPP2"))
-def test_a_choice_from_outside_reaches_the_positions_and_stages_that_it_is_for(name):
-    """Sliced as its rows are; scores are live, so that routers learn; also where recomputed."""
-    expected, counts = _replay(0, 1, {}, {})
-    world = math.prod(size for key, size in LONG[name].items() if key != "ep")
-    found, options = {}, {"activation_checkpoint": "full"}
-    for gradients, counted in run_again(_replay, world, LONG[name], options):
-        assert counted == counts
-        found |= gradients
-    assert relative_error(found, expected) < 1e-10
-    assert [g.abs().max() > 1e-3 for n, g in expected.items() if "router" in n] == [True] * 2
-    without, _ = run(create(), split(rows(positions=12), [4, 4]))
-    assert relative_error(without, expected) > 1e-2
 
 
 # Errors
