@@ -8,7 +8,7 @@ step (an evaluation, a proof) get none, and so count nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -145,13 +145,11 @@ def rebalance(
             router.rebalance(noted["counts"][rows[router.layer]], is_good, own)
 
 
-def expert_metrics(sums: Mapping[str, Any], layers: Sequence[str] = ()) -> dict[str, Tensor]:
+def expert_metrics(sums: Mapping[str, Any]) -> dict[str, Tensor]:
     """Turn what a step's routers noted into the numbers that one reports.
 
     Args:
         sums: Reduced sums of the step.
-        layers: Names of all layers with experts, ``list(spec.routed.values())``, to report each
-            of them too, as ``moe/load_max/layers.0.feed_forward``.
 
     Returns:
         ``[]`` float64 each; none for a dense model. ``moe/load_max`` and ``moe/load_min``: tokens
@@ -163,7 +161,7 @@ def expert_metrics(sums: Mapping[str, Any], layers: Sequence[str] = ()) -> dict[
         return {}
     counts = noted["counts"]
     mean = counts.mean(-1)
-    metrics = {
+    return {
         "moe/load_max": (counts.amax(-1) / mean).amax(),
         "moe/load_min": (counts.amin(-1) / mean).amin(),
         "moe/dropped": 1.0 - noted["kept"].sum() / counts.sum(),
@@ -171,7 +169,3 @@ def expert_metrics(sums: Mapping[str, Any], layers: Sequence[str] = ()) -> dict[
         "moe/aux_loss": noted["aux_loss"].sum() / noted["positions"].sum(),
         "moe/z_loss": noted["z_loss"].sum() / noted["positions"].sum(),
     }
-    for row, layer in enumerate(layers):
-        each = expert_metrics({EXPERTS: {n: value[row : row + 1] for n, value in noted.items()}})
-        metrics |= {f"{name}/{layer}": value for name, value in each.items()}
-    return metrics
