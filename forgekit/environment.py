@@ -7,6 +7,7 @@ variable is checked before anything starts. Optional packages are imported here,
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import re
 import signal
@@ -129,6 +130,13 @@ def _refusal(name: str, environment: Mapping[str, str], rule: str) -> ValueError
         f"the environment variable {name} is {read}; {rule}. torchrun and srun set it: start the "
         f"run with one of them, or unset {name}."
     )
+
+
+def end_with_parent() -> None:
+    """Exit when the process that started this one has ended; a killed one ends no children."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def is_library(file: str) -> bool:

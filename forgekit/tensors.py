@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +18,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def full(tensor: Tensor) -> Tensor:
-    """Return the full tensor, gathered if it is sharded; then all its ranks call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def full(value: Any) -> Any:
+    """Return the full tensor of a DTensor, by a collective; anything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 Box = tuple[tuple[int, int], ...]

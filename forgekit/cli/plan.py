@@ -134,14 +134,13 @@ def _set_up(recipe: ModuleType, config: Any) -> Any:
 
 def _sweep(options: argparse.Namespace, config: Any, run: Any) -> int:
     """Plan and show the layouts of a world; return 1 if none is valid, 130 if interrupted."""
-    from forgekit.plan.sweep import INTERRUPTED, layouts, lighter_settings, show_sweep, sweep
+    from forgekit.plan.sweep import INTERRUPTED, layouts, show_sweep, sweep
 
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         plans, refused = sweep(
             layouts(config, options.world, options.node_size),
-            lighter_settings(config),
-            lambda mesh, changes: run(attrs.evolve(config, mesh=mesh, **changes)),
+            lambda mesh: run(attrs.evolve(config, mesh=mesh)),
             tell,
         )
     finally:

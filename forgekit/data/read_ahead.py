@@ -25,6 +25,8 @@ from tensordict import TensorDict
 from torch import Tensor
 from torchdata.nodes import BaseNode, IterableWrapper, Mapper, ParallelMapper, Prefetcher
 
+from forgekit.environment import end_with_parent
+
 Copy: TypeAlias = tuple[TensorDict, "torch.Event | None"]
 """A micro-batch on its device, and the event that marks the end of its copy."""
 
@@ -168,14 +170,7 @@ def _start_process(work: Callable[[Any], Any]) -> None:
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _work = work
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """Exit when the reading process is gone: a killed one closes no pool."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _work_in_process(item: Any) -> bytes:

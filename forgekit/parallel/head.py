@@ -17,9 +17,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from forgekit.model.lora import LoraLinear, weight_of
 from forgekit.model.nf4 import is_packed
-from forgekit.parallel.layout import full
 from forgekit.parallel.module_forward import wrap_forward
-from forgekit.tensors import wide
+from forgekit.tensors import full, wide
 
 Head = Callable[[Tensor, Tensor], Any]
 

@@ -28,11 +28,6 @@ def world_of(mesh: DeviceMesh | None) -> int:
     return 1 if mesh is None else mesh.size()
 
 
-def full(value: Any) -> Any:
-    """Return the full tensor of a DTensor, by a collective; anything else as it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def match_plan(model: nn.Module, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Match a plan's patterns with modules; the last matching pattern counts.
 

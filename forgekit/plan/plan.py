@@ -131,7 +131,6 @@ class Plan:
         exposed_seconds: Of the step: communication of sharded parameters and of rings that the
             computation is too short to hide.
         memory_limit: Bytes that tensors may have on a device.
-        changed: Settings that a sweep changed beside the layout.
         ranks: For each pipeline position its first ``rank``, ``pp``, and the bytes of ``memory`` by
             category; no rank has more.
         collectives: For each ``op`` along a mesh ``dimension`` (several joined by ``+``) the
@@ -141,7 +140,6 @@ class Plan:
     world: int
     device: str
     layout: dict[str, int]
-    changed: dict[str, Any] = attrs.field(factory=dict)
     parameters: int
     active_parameters: int
     micro_batches: int
@@ -166,26 +164,9 @@ class Plan:
         """Peak bytes of the rank that needs most."""
         return max(rank["memory"]["peak"] for rank in self.ranks)
 
-    @property
-    def lasting(self) -> int:
-        """Bytes that a rank needs between two steps, whatever a step computes and keeps."""
-        of_ranks = (rank["memory"] for rank in self.ranks)
-        return max(memory["parameters"] + memory["optimizer"] for memory in of_ranks)
-
-    @property
-    def device_hours(self) -> float:
-        """Device hours for a billion targets."""
-        return 1e9 / self.tokens_per_second_per_device / 3600
-
     def as_json(self) -> dict[str, Any]:
         """Return a tree of plain values."""
-        hours = {"device_hours_per_billion_tokens": self.device_hours}
-        return {**attrs.asdict(self), **hours, "fits": self.fits}
-
-    def __str__(self) -> str:
-        """Sizes above 1 and other changed settings."""
-        changed = (f"{name}={value}" for name, value in self.changed.items())
-        return ", ".join([named(self.layout), *changed])
+        return {**attrs.asdict(self), "fits": self.fits}
 
 
 def named(layout: Mapping[str, int]) -> str:
@@ -427,7 +408,7 @@ def _most_traffic(ranks: list[PlannedRank]) -> list[dict[str, Any]]:
 
 def show_plan(plan: Plan, console: Console) -> None:
     """Print a plan, with numbers named as in its JSON."""
-    console.print(f"{plan}: {plan.world} x {plan.device}", markup=False)
+    console.print(f"{named(plan.layout)}: {plan.world} x {plan.device}", markup=False)
     for name, value in plan.as_json().items():
         if isinstance(value, int | float) and name not in ("world", "memory_limit", "fits"):
             text = f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

@@ -19,22 +19,17 @@ LONG = 16_384
 """Minimum sequence length for which a sweep tries context parallelism."""
 INTERRUPTED = "not planned: interrupted"
 """Reason for layouts that Ctrl-C or a signal left out."""
-Changes = Mapping[str, Any]
-"""Settings besides the layout, by key."""
 
 
 def sweep(
     specs: Sequence[MeshSpec],
-    changes: Sequence[Changes],
-    plan: Callable[[MeshSpec, Changes], Plan],
+    plan: Callable[[MeshSpec], Plan],
     tell: Callable[[str], None],
 ) -> tuple[list[Plan], list[dict[str, Any]]]:
     """Plan layouts and rank them: those that fit first, by time per target.
 
     Args:
         specs: As from ``layouts``.
-        changes: As from ``lighter_settings``; of each layout the first that fits counts, or the
-            first whose parameters and optimizer alone do not, as no setting makes these smaller.
         plan: Plans one layout; its errors make a layout invalid. KeyboardInterrupt ends the sweep.
         tell: Called with a line for each layout that is planned or invalid.
 
@@ -46,40 +41,20 @@ def sweep(
     with suppress(KeyboardInterrupt):
         for spec in specs:
             try:
-                one = _first_that_fits(spec, changes, plan)
+                one = plan(spec)
             except Exception as error:
                 layout, why = attrs.asdict(spec), f"{type(error).__name__}: {error}"
                 refused.append({"layout": layout, "refused": why})
                 tell(f"{named(layout)}: {why}")
                 continue
             plans.append(one)
-            tell(f"{one}: {one.step_seconds:.3f} s{'' if one.fits else ', does not fit'}")
+            fits = "" if one.fits else ", does not fit"
+            tell(f"{named(one.layout)}: {one.step_seconds:.3f} s{fits}")
     rest = specs[len(plans) + len(refused) :]
     refused += [{"layout": attrs.asdict(spec), "refused": INTERRUPTED} for spec in rest]
     # Steps differ in their targets.
     order = sorted(plans, key=lambda one: (not one.fits, -one.tokens_per_second_per_device))
     return order, refused
-
-
-def _first_that_fits(
-    spec: MeshSpec, changes: Sequence[Changes], plan: Callable[[MeshSpec, Changes], Plan]
-) -> Plan:
-    planned = plan(spec, changes[0])
-    for change in changes[1:]:
-        if planned.fits or planned.lasting > planned.memory_limit:
-            break
-        planned = attrs.evolve(plan(spec, change), changed=dict(change))
-    return planned
-
-
-def lighter_settings(config: Any) -> list[Changes]:
-    """Yield a recipe's settings and ever lighter ones, with less memory and more time."""
-    settings: list[Changes] = [{}]
-    if getattr(config, "activation_checkpoint", "full") != "full":
-        settings.append({"activation_checkpoint": "full"})
-    if getattr(config, "batch_size", 1) != 1:
-        settings.append({**settings[-1], "batch_size": 1})
-    return settings
 
 
 def layouts(config: Any, world: int, node_size: int) -> list[MeshSpec]:
@@ -123,17 +98,16 @@ def show_sweep(
     plans: Sequence[Plan], refused: Sequence[Mapping[str, Any]], console: Console
 ) -> None:
     """Print layouts, the best first, and the reasons of invalid ones."""
-    lines = Table("layout", "fits", title="device-hours of a billion targets", title_justify="left")
-    for name in ("peak GiB", "step s", "tokens/s/device", "device-hours", "MFU"):
+    lines = Table("layout", "fits")
+    for name in ("peak GiB", "step s", "tokens/s/device", "MFU"):
         lines.add_column(name, justify="right")
     for plan in plans:
         lines.add_row(
-            str(plan),
+            named(plan.layout),
             "yes" if plan.fits else "no",
             f"{plan.peak / GIB:.2f}",
             f"{plan.step_seconds:.3f}",
             f"{plan.tokens_per_second_per_device:,.0f}",
-            f"{plan.device_hours:,.1f}",
             f"{plan.mfu:.1%}",
         )
     console.print(lines)

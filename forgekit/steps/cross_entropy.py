@@ -32,10 +32,9 @@ from torch.distributed.tensor import DTensor
 
 from forgekit.checks import nearest_multiples
 from forgekit.data.batch import IGNORED
-from forgekit.parallel.layout import full
 from forgekit.parallel.tensor.styles import take_whole
 from forgekit.steps.losses import Loss, RowSums, check_labels, check_shapes, keep_rows_
-from forgekit.tensors import wide
+from forgekit.tensors import full, wide
 
 LOGITS, LOGITS_ON_CPU = 2**27, 2**21
 """Numbers of logits in a chunk, on an accelerator (or a tensor without values) and on a CPU."""

@@ -24,10 +24,10 @@ from forgekit.checks import nearest_multiples
 from forgekit.data.batch import shard_sequence
 from forgekit.mesh import data_ranks
 from forgekit.parallel.fsdp import fsdp_modules, release, reset_iteration
-from forgekit.parallel.layout import full
 from forgekit.ranges import NOTHING
 from forgekit.state import Layout, TrainState
 from forgekit.steps.losses import Loss, LossFn
+from forgekit.tensors import full
 
 P = TypeVar("P")
 RESERVED = frozenset({"loss", "grad_norm", "lr", "targets", "skipped"})

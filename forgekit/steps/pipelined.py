@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from forgekit.parallel.fsdp import fsdp_modules, release, reset_iteration
 from forgekit.parallel.fsdp_step import FsdpStep
-from forgekit.parallel.layout import full
 from forgekit.parallel.pipeline.rehearsal import PARAMETER_READ, NoReads
 from forgekit.parallel.pipeline.stages import Stages
 from forgekit.ranges import named
@@ -37,6 +36,7 @@ from forgekit.steps.micro_batch import (
     take_part,
 )
 from forgekit.steps.totals import LossSums
+from forgekit.tensors import full
 
 PARAMETERS = frozenset({"parameters", "named_parameters", "state_dict", "modules", "named_modules"})
 """What gives a model's parameters."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from forgekit.parallel.agreement import exchange
-from forgekit.parallel.layout import full, shard_and_owners, size_of, world_of
+from forgekit.parallel.layout import shard_and_owners, size_of, world_of
 from forgekit.ranges import ranged
 from forgekit.state import AgreedNames, TrainState
 from forgekit.steps.audit.agreement import (
@@ -28,7 +28,7 @@ from forgekit.steps.audit.agreement import (
     difference,
 )
 from forgekit.steps.losses import Loss, pair_of
-from forgekit.tensors import HostCopy
+from forgekit.tensors import HostCopy, full
 
 LAG = 2
 """Steps after which an accelerator's host reads whether a rank had a problem, as a stop request."""

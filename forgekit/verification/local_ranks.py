@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from forgekit.environment import end_with_parent
+
 GRACE_S = 0.5
 """How long a rank that raised stays, so that a dead one is noticed first."""
 LOG_LINES = 12
@@ -81,7 +83,7 @@ def run_local_ranks(
 
 
 def _work(rank: int, job: bytes, world: int, port: int, folder: Path, deadline: float) -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     output = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -113,13 +115,6 @@ def _work(rank: int, job: bytes, world: int, port: int, folder: Path, deadline: 
             time.sleep(GRACE_S)
             os._exit(1)
         os._exit(0)  # skips the clean-up of torch's threads and groups
-
-
-def _end_with_parent() -> None:
-    """Exit with the parent process, even if it is killed."""
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _failure(rank: int, folder: Path) -> str:

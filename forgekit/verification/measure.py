@@ -29,7 +29,6 @@ from forgekit.data.groups import groups
 from forgekit.mesh import DIMENSIONS, MeshSpec, resolve_sizes
 from forgekit.model.lora import LoraLinear
 from forgekit.parallel.fsdp import fsdp_modules
-from forgekit.parallel.layout import full
 from forgekit.state import TrainState
 from forgekit.steps.accumulate import LossFn, accumulate
 from forgekit.steps.audit.first_step import audit
@@ -39,6 +38,7 @@ from forgekit.steps.gradients import gradients
 from forgekit.steps.micro_batch import compute_loss
 from forgekit.steps.totals import reduce_totals
 from forgekit.steps.update import update
+from forgekit.tensors import full
 
 STEPS = 3
 LEARNING_RATE = 0.1

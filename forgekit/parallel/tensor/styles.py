@@ -23,8 +23,8 @@ from torch.distributed.tensor import distribute_tensor as distribute
 
 from forgekit.checks import nearest_multiples
 from forgekit.model.lora import WHOLE_FACTORS, LoraLinear
-from forgekit.parallel.layout import full
 from forgekit.parallel.module_forward import to_local, with_local_parameters, wrap_forward
+from forgekit.tensors import full
 
 Forward = Callable[..., Any]
 

@@ -24,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from forgekit.parallel.agreement import Difference, check_same, exchange, find_difference
-from forgekit.parallel.layout import full, shard_and_owners, size_of, world_of
+from forgekit.parallel.layout import shard_and_owners, size_of, world_of
 from forgekit.state import AgreedNames, TrainState
+from forgekit.tensors import full
 
 DRIFT, NOISE = 1e-6, 1e-3
 """Relative differences that replicas may have: of parameters, and of gradients."""

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_map
 
-from forgekit.parallel.layout import full
-from forgekit.tensors import wide
+from forgekit.tensors import full, wide
 
 
 @attrs.define(eq=False)

@@ -37,7 +37,6 @@ from forgekit.model.attention import attend_causal
 from forgekit.parallel.agreement import exchange, raise_together
 from forgekit.parallel.context.context_parallel import with_sockets
 from forgekit.parallel.fsdp import fsdp_modules
-from forgekit.parallel.layout import full
 from forgekit.parallel.tensor.styles import ROUTED, take_whole
 from forgekit.state import Layout, TrainState
 from forgekit.steps.audit.agreement import compare_modules
@@ -56,6 +55,7 @@ from forgekit.steps.audit.copies import (
 from forgekit.steps.audit.positions import beside_the_step, first_rows
 from forgekit.steps.micro_batch import LossFn, compute_loss, take_part
 from forgekit.steps.pipelined import evaluate_staged
+from forgekit.tensors import full
 
 CLOSE = 1e-3
 """Largest relative difference that counts as equal; a wrong plan differs by far more."""
