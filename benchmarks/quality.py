@@ -104,7 +104,8 @@ def trainer_entry(rows: Rows, seed: int, settings: Mapping[str, Any]) -> Entry:
         folder, train_sampling_strategy="sequential", **options, **settings
     )
     # The model shifts labels itself, so each row has the target of its last position as well.
-    data = [{"input_ids": row, "labels": row} for ids in rows for row in ids]
+    # The last row of the file is padded with -100, which no embedding takes.
+    data = [{"input_ids": row.clamp(min=0), "labels": row} for ids in rows for row in ids]
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[Turns()])
 
     def train() -> None:

@@ -87,8 +87,9 @@ def linear_log_probs(
         refuse_batch_invariant("ranks share its vocabulary")
     options = (temperature, columns, entropy, batch_invariant)
     log_probs, entropies = apply_to_rows(_LinearLogProbs, hidden, weight, labels, *options)
-    log_probs = log_probs.view(labels.shape)
-    return (log_probs, entropies.view(labels.shape)) if entropy else log_probs
+    # Clones: FSDP warns of a model's output that is a view.
+    log_probs = log_probs.view(labels.shape).clone()
+    return (log_probs, entropies.view(labels.shape).clone()) if entropy else log_probs
 
 
 class _LinearLogProbs(Function):

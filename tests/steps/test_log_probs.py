@@ -45,6 +45,7 @@ def expected(temperature: float, uses_entropy: bool) -> list[Tensor]:
 def found(hidden: Tensor, weight: Tensor, temperature: float, uses_entropy: bool) -> list[Tensor]:
     results = fk.linear_log_probs(hidden, weight, LABELS, temperature, entropy=uses_entropy)
     results = results if uses_entropy else (results,)
+    assert all(value._base is None for value in results), "FSDP warns of outputs that are views"
     total = sum(map(torch.mul, SLOPES, results), torch.zeros(())).sum()
     gradients = torch.autograd.grad(total, [hidden, weight])
     return [*(value.detach() for value in results), *gradients]
