@@ -117,7 +117,7 @@ def setup(config):
 
 def train(config, run):
     """Evaluate, step, log, save, export; stop cleanly on request."""
-    check_new_directory(export=config.export, base=config.base)
+    check_new_directory(export=config.export)
     built, check = setup(config), fk.bad_step_policy("raise")
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))

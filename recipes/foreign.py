@@ -82,7 +82,7 @@ def setup(config):
 
 def train(config, run):
     """Step, log, save; write the result for transformers."""
-    fk.huggingface.check_new_directory(export=config.export, base=config.base)
+    fk.huggingface.check_new_directory(export=config.export)
     built = setup(config)
     state, step, loader, stop = built.state, built.step, built.loader, built.stop
     groups = fk.groups(loader, loader.micro_batches(config.global_batch_size))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from forgekit.checks import path_of
 from forgekit.huggingface.load import read_config
 from forgekit.huggingface.new_tokens import read_base
-from forgekit.huggingface.safetensors_files import weight_files
 from forgekit.huggingface.save import save_huggingface
 from forgekit.lora.adapters import merge_lora, unmerge_lora
 from forgekit.lora.peft_files import adapters_of_experts, save_adapter
@@ -23,21 +21,17 @@ from forgekit.ranks import CheckpointError
 from forgekit.state import TrainState
 
 
-def check_new_directory(
-    *, base: str | os.PathLike[str] | None = None, **directories: str | os.PathLike[str] | None
-) -> None:
+def check_new_directory(**directories: str | os.PathLike[str] | None) -> None:
     """Raise before a run for a directory that could not be written at its end.
 
     The first rank, which writes it, looks.
 
     Args:
-        base: A directory with weights of the same size; None asks for no room.
         **directories: By the argument's name its value; None is not written.
 
     Raises:
         FileExistsError: If there is anything of that name.
-        OSError: If it cannot be made: what is above it is a file or cannot be written, or has less
-            room than the files of ``base`` take.
+        OSError: If it cannot be made: what is above it is a file or cannot be written.
     """
     for name, directory in directories.items():
         if directory is None or process_rank():
@@ -50,13 +44,6 @@ def check_new_directory(
             )
         above = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
         tempfile.TemporaryDirectory(dir=above).cleanup()
-        files = [] if base is None else weight_files(path_of("base", base))[0]
-        needed, free = sum(file.stat().st_size for file in files), shutil.disk_usage(above).free
-        if free < needed:
-            raise OSError(
-                f"{name} is {directory}: the base takes {needed / 2**30:,.1f} GiB, and {above} has "
-                f"{free / 2**30:,.1f} GiB free. Make room, or name a directory elsewhere."
-            )
 
 
 def export_tuned(
