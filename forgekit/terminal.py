@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TextIO, cast
 
-from forgekit.environment import identity
-
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -107,9 +105,5 @@ def tell(text: object) -> None:
 
 def tell_once(text: object) -> None:
     """Print a message that all processes of a job have, once per machine."""
-    try:
-        _, _, local = identity(os.environ)
-    except ValueError:
-        local = 0
-    if local == 0:
+    if (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":
         tell(text)

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None, *, recipes: Path | None = None) -> i
         recipes: Folder of the recipes. Defaults to ``recipes_folder()``.
 
     Returns:
-        The exit code: 0, or what a recipe exits with, or 2 for a mistake in the arguments.
+        The exit code: 0, or 2 for a mistake in the arguments. A recipe ends as it ends alone.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     # All arguments after `run NAME` are the recipe's, --help included; argparse does not see them.

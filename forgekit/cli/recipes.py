@@ -21,7 +21,6 @@ from typing import Any
 
 from forgekit.cli.usage import UsageError, file_path, script_file
 from forgekit.files import write_atomic
-from forgekit.terminal import tell
 
 VERSION = importlib.metadata.version("forgekit")
 STAMP = re.compile(
@@ -196,17 +195,11 @@ def _show(title: str, old_name: str, old: str, new_name: str, new: str) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run a recipe in this process, as if it were the main script."""
-    recipe = str(recipe_file(options.recipes, options.name))
-    before = sys.argv
+    """Run a recipe in this process, as if it were the main script; its exit is the command's."""
+    recipe, before = str(recipe_file(options.recipes, options.name)), sys.argv
     sys.argv = [recipe, *options.arguments]
     try:
         runpy.run_path(recipe, run_name="__main__")
-    except SystemExit as stop:  # as the interpreter does: text goes to stderr, with exit code 1
-        if stop.code is None or isinstance(stop.code, int):
-            return stop.code or 0
-        tell(stop.code)
-        return 1
     finally:
         sys.argv = before
     return 0

@@ -84,11 +84,6 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def status(self, text: str) -> None:
-        """Write how the run ended."""
-        if self._writer is not None:
-            self._writer.add_text("status", text)
-
     def close(self) -> None:
         """Close the file."""
         if self._writer is not None:

@@ -22,9 +22,7 @@ INTERRUPTED = "not planned: interrupted"
 
 
 def sweep(
-    specs: Sequence[MeshSpec],
-    plan: Callable[[MeshSpec], Plan],
-    tell: Callable[[str], None],
+    specs: Sequence[MeshSpec], plan: Callable[[MeshSpec], Plan], tell: Callable[[str], None]
 ) -> tuple[list[Plan], list[dict[str, Any]]]:
     """Plan layouts and rank them: those that fit first, by time per target.
 
@@ -53,8 +51,8 @@ def sweep(
     rest = specs[len(plans) + len(refused) :]
     refused += [{"layout": attrs.asdict(spec), "refused": INTERRUPTED} for spec in rest]
     # Steps differ in their targets.
-    order = sorted(plans, key=lambda one: (not one.fits, -one.tokens_per_second_per_device))
-    return order, refused
+    plans.sort(key=lambda one: (not one.fits, -one.tokens_per_second_per_device))
+    return plans, refused
 
 
 def layouts(config: Any, world: int, node_size: int) -> list[MeshSpec]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from forgekit.checks import check_choice
 from forgekit.tensors import HostCopy
 
-EndPolicy = Literal["pad", "drop", "error"]
+EndPolicy = Literal["pad", "drop"]
 
 
 class DataEnd:
@@ -27,12 +27,11 @@ class DataEnd:
 
     Args:
         policy: ``"pad"`` goes on until no rank has data, ``"drop"`` ends as soon as one has none
-            (what the others have left is not used), ``"error"`` raises on all ranks unless they
-            end after the same step. A stream that should repeat itself does so itself:
-            ``stream_documents(..., epochs=None)``.
+            (what the others have left is not used). A stream that should repeat itself does so
+            itself: ``stream_documents(..., epochs=None)``.
 
     Raises:
-        ValueError: If the policy is not one of the three.
+        ValueError: If the policy is neither.
 
     Examples:
         Streams of one epoch, with any number of documents on each rank::
@@ -87,18 +86,9 @@ class DataEnd:
 
     @property
     def has_ended(self) -> bool:
-        """Whether no further step follows; the same on all ranks.
-
-        Raises:
-            ValueError: With the policy ``"error"``, if the data of some ranks alone have ended.
-        """
+        """Whether no further step follows; the same on all ranks."""
         if self._last is None:
             return False
         world = dist.get_world_size() if dist.is_initialized() else 1
         ended = float(self._last.read())
-        if self.policy == "error" and 0 < ended < world:
-            raise ValueError(
-                f"the data ended on only {ended:.0f} of {world} ranks. Distribute them evenly, or "
-                'use DataEnd("pad") or DataEnd("drop").'
-            )
         return ended > 0 if self.policy == "drop" else ended == world

@@ -79,7 +79,7 @@ def sequences(positions, rows=2):
         "mine": TensorDict({"weights": ids[..., None] * torch.ones(3)}, [rows, positions]),
         "source": torch.arange(rows),
         "pair": torch.arange(rows * (positions + 1)).reshape(rows, -1),
-        "replay": TensorDict({"layers.1": ids[..., None].expand(-1, -1, 3).clone()}, [rows]),
+        "teacher_ids": ids[..., None].expand(-1, -1, 3).clone(),
     }
     return TensorDict(tensors, batch_size=[rows])
 
@@ -98,7 +98,7 @@ def test_slices_are_a_partition_and_join_to_the_whole(world, chunk, rows, method
     positions = torch.cat([part["input_ids"][0] for part in slices])
     assert positions.sort().values.tolist() == list(range(2 * world * chunk))
     for part in slices:
-        assert part["replay", "layers.1"][..., 2].equal(part["input_ids"])
+        assert part["teacher_ids"][..., 2].equal(part["input_ids"])
         assert part["mine"].batch_size == part["input_ids"].shape
         assert part["mine", "weights"][..., 1].equal(part["input_ids"].float())
     joined = unshard_sequence(slices, method=method)

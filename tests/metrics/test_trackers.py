@@ -155,7 +155,7 @@ def test_tensorboard_shows_each_step_once_after_a_kill_and_a_resume(tmp_path):
     assert losses == [(step, 10.0 - step) for step in range(1, 11)]
     assert [event.step for event in shown["eval/a/loss"]] == [5, 10]
     assert [event.step for event in shown["samples"]] == [*range(1, 11)]
-    assert {tag.split("/")[0] for tag in texts} == {"config", "status"}
+    assert {tag.split("/")[0] for tag in texts} == {"config"}
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [*range(1, 11)]
     killed.close()
 

@@ -15,7 +15,7 @@ from lab import (
     reference_gradients,
     relative_error,
 )
-from pool import RankError, run_again, run_ranks
+from pool import run_again
 
 import forgekit as fk
 
@@ -43,7 +43,7 @@ def train(rank, world, policy, lengths):
 
 
 # Micro-batches of each rank, steps, and what is left: one micro-batch was looked at.
-ENDS = [("pad", (5, 2), 3, [0, 0]), ("drop", (5, 2), 1, [2, 0]), ("error", (2, 2), 1, [0, 0])]
+ENDS = [("pad", (5, 2), 3, [0, 0]), ("drop", (5, 2), 1, [2, 0])]
 
 
 @pytest.mark.parametrize(("policy", "lengths", "steps", "left"), ENDS)
@@ -58,12 +58,6 @@ def test_ranks_end_after_the_same_step_and_every_target_counts_once(policy, leng
             labels = torch.cat([batch["labels"] for row in rows for batch in row])
             assert found[step][0] == (labels != -100).sum()
             assert relative_error(found[step][1], gradients) < 1e-10
-
-
-def test_an_uneven_end_is_an_error_on_every_rank_if_asked_for():
-    with pytest.raises(RankError) as caught:
-        run_ranks(train, 2, "error", (4, 2))
-    assert str(caught.value).count("the data ended on only 1 of 2 ranks") == 2
 
 
 def test_a_stream_without_anything_left_knows_what_padding_looks_like():
