@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -46,7 +47,10 @@ LEVERS = {
     "scalars": "each block reads a learned mix of the stream and the embedding",
     "untied": "the output projection is a matrix of its own",
     "embed_norm": "the embedding is normalised",
+    "half": "initial values are half as large",
+    "double": "initial values are twice as large",
 }
+SCALES = {"half": 0.5, "double": 2.0}
 INTO_STREAM = ("attention.output.weight", "feed_forward.down.weight")
 
 
@@ -102,7 +106,9 @@ class Model(fk.Transformer):
         """Return the standard deviation of a parameter's initial values; None for norms."""
         if name == "mix" or ("zero" in self.levers and name.endswith(INTO_STREAM)):
             return 0.0
-        return super().initial_std(name)
+        std = super().initial_std(name)
+        scales = [scale for lever, scale in SCALES.items() if lever in self.levers]
+        return std if std is None else std * math.prod(scales)
 
     def forward(self, input_ids: Tensor, *, head: Any = logits_of, **_: Any) -> Any:
         """Return what ``head`` makes of the last hidden states."""

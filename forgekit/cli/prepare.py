@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from forgekit.cli.usage import UsageError
 from forgekit.terminal import tell
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_prepare(commands: Any) -> None:
