@@ -105,5 +105,6 @@ def tell(text: object) -> None:
 
 def tell_once(text: object) -> None:
     """Print a message that all processes of a job have, once per machine."""
-    if (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":
+    local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
+    if local == "0" or not local.isdigit():  # of what is no rank, each says so
         tell(text)
