@@ -106,5 +106,5 @@ def tell(text: object) -> None:
 def tell_once(text: object) -> None:
     """Print a message that all processes of a job have, once per machine."""
     local = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
-    if local == "0" or not local.isdigit():  # of what is no rank, each says so
+    if local == "0" or not local.isdigit():  # where it holds no rank, every process does
         tell(text)
